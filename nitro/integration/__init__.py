@@ -1,0 +1,1 @@
+"""Nitro inside serving engines."""

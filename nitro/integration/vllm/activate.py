@@ -1,0 +1,76 @@
+"""Put Nitro's scheduler and worker into vLLM's configuration: the only thing of vLLM that is wrapped."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from nitro.config import Settings
+from nitro.integration.vllm.compat import require_hooks
+from nitro.integration.vllm.refusals import require_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "nitro"
+SCHEDULER = "nitro.integration.vllm.scheduler.NitroScheduler"
+ASYNC_SCHEDULER = "nitro.integration.vllm.scheduler.NitroAsyncScheduler"
+STOCK_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "nitro.integration.vllm.worker.NitroCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "nitro.integration.vllm.worker.NitroGPUWorker",
+}
+
+
+def is_nitro(target: object) -> bool:
+    """Return whether a class, or the dotted path of one, is Nitro's."""
+    module = target if isinstance(target, str) else getattr(target, "__module__", "")
+    return module.startswith("nitro.")
+
+
+def settings_in(additional_config: object) -> Settings | None:
+    """Return the settings that vLLM's ``additional_config`` carries, or None where Nitro is not asked for.
+
+    Raises:
+        SettingsError: they are wrong.
+    """
+    if not isinstance(additional_config, dict) or additional_config.get(KEY) is None:
+        return None
+    return Settings.parse(additional_config[KEY])
+
+
+def activate(config: VllmConfig, settings: Settings) -> None:
+    """Switch a finished configuration of vLLM to Nitro's scheduler and worker.
+
+    Raises:
+        UnsupportedError: Nitro cannot serve this configuration, or does not fit this vLLM.
+    """
+    require_supported(config)
+    require_hooks()
+    additional = config.additional_config
+    assert isinstance(additional, dict)  # settings_in found the settings in it
+    config.additional_config = {**additional, KEY: settings.to_dict()}
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    parallel = config.parallel_config
+    parallel.worker_cls = STOCK_WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+
+
+def wrap_engine_args() -> None:
+    """Wrap ``EngineArgs.create_engine_config`` once: settings are checked before, and applied after it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, "_nitro", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        settings = settings_in(self.additional_config)
+        config = original(self, *args, **kwargs)
+        if settings is not None:
+            activate(config, settings)
+        return config
+
+    create_engine_config._nitro = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

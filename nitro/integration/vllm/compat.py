@@ -1,0 +1,97 @@
+"""Which vLLM this is, and whether it still has the methods that Nitro overrides, with the parameters it expects."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nitro.errors import UnsupportedError
+
+TESTED_MINORS = ("0.28", "0.30", "0.32")
+ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
+
+
+def vllm_version() -> str:
+    """Return the version of the installed vLLM, e.g. ``0.32.0``."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def minor_of(version: str) -> str:
+    """Return ``major.minor`` of a version string; the string itself where it has no such form."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return f"{found[1]}.{found[2]}" if found else version
+
+
+def untested_reason(version: str) -> str | None:
+    """Say why this vLLM is refused, or return None if it is served."""
+    if minor_of(version) in TESTED_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    return (
+        f"vLLM {version} was never tested with Nitro (tested: {', '.join(TESTED_MINORS)}): install one of these, or "
+        f"set {ALLOW_UNTESTED}=1 to try it at your own risk"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A method of vLLM that Nitro overrides, and the first positional parameters that it relies on."""
+
+    owner: type
+    name: str
+    parameters: tuple[str, ...]
+
+    def fault(self) -> str | None:
+        """Say what is wrong with the method in this vLLM, or return None."""
+        function: Callable[..., Any] | None = getattr(self.owner, self.name, None)
+        label = f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        if function is None:
+            return f"{label} does not exist"
+        found = tuple(inspect.signature(function).parameters)[1 : 1 + len(self.parameters)]
+        if found != self.parameters:
+            return f"{label} takes {found}, Nitro expects {self.parameters}"
+        return None
+
+
+def hooks() -> tuple[Hook, ...]:
+    """Return every method that Nitro overrides, for the platform that vLLM runs on."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.worker.block_table import BlockTable
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return (
+        Hook(EngineArgs, "create_engine_config", ()),
+        Hook(Scheduler, "schedule", ()),
+        Hook(Scheduler, "make_stats", ()),
+        Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
+        Hook(FullAttentionManager, "allocate_new_blocks", ("request_id", "num_tokens", "num_tokens_main_model")),
+        Hook(FullAttentionManager, "cache_blocks", ("request", "num_tokens")),
+        Hook(FullAttentionManager, "pop_blocks_for_free", ("request_id",)),
+        Hook(BlockPool, "get_new_blocks", ("num_blocks",)),
+        Hook(BlockPool, "free_blocks", ("ordered_blocks",)),
+        Hook(BlockPool, "evict_blocks", ("block_ids",)),
+        Hook(GPUModelRunner, "_update_states", ("scheduler_output",)),
+        Hook(GPUModelRunner, "_prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
+        Hook(GPUModelRunner, "initialize_kv_cache", ("kv_cache_config",)),
+        Hook(BlockTable, "compute_slot_mapping", ("num_reqs", "query_start_loc", "positions")),
+        Hook(BlockTable, "clear_row", ("row_idx",)),
+        Hook(BlockTable, "append_row", ("block_ids", "row_idx")),
+    )
+
+
+def require_hooks() -> None:
+    """Raise UnsupportedError if a method that Nitro overrides is gone or takes other parameters."""
+    faults = [fault for hook in hooks() if (fault := hook.fault())]
+    if faults:
+        raise UnsupportedError(
+            f"Nitro does not fit vLLM {vllm_version()}: " + "; ".join(faults) + ". Install a vLLM that Nitro was "
+            f"tested with ({', '.join(TESTED_MINORS)})"
+        )

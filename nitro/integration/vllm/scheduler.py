@@ -1,0 +1,197 @@
+"""vLLM's schedulers with eviction: how many tokens stay is decided here, and the freed blocks are free at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+import nitro
+from nitro.collector import Collector
+from nitro.errors import UnsupportedError
+from nitro.integration.vllm import compat, stats
+from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.manager import NitroFullAttentionManager
+from nitro.planner import BudgetRule
+from nitro.types import Counters, Eviction, StepPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+    from nitro.config import Settings
+
+logger = init_logger("vllm.plugins.nitro")
+PLAN = "nitro_plan"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An eviction whose destination is fixed but whose blocks are not freed yet."""
+
+    request: Request
+    blocks: list[KVCacheBlock]
+    block_ids: np.ndarray[Any, np.dtype[np.int32]]
+    destination: np.ndarray[Any, np.dtype[np.int32]]
+    physical: int
+    keep: int
+
+
+class SchedulerSide:
+    """The part of a scheduler that is Nitro's: the budget rule, the block ledger, and the plans of a step."""
+
+    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
+        """Take over the block manager of a stock scheduler.
+
+        Raises:
+            UnsupportedError: the model's KV cache is not one group of full attention.
+        """
+        self.settings = settings
+        self.rule = BudgetRule.from_settings(settings)
+        self.manager = _only_manager(scheduler)
+        self.pool: BlockPool = scheduler.kv_cache_manager.block_pool
+        self.collector = Collector(
+            num_blocks=self.pool.num_gpu_blocks,
+            block_size=self.manager.block_size,
+            null_block=self.pool.null_block.block_id,
+        )
+        admission = None
+        if self.rule.evict_prompt and self.rule.budget is not None:
+            chunk = scheduler.max_num_scheduled_tokens
+            # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
+            admission = cdiv(self.rule.peak(scheduler.max_model_len, chunk), self.manager.block_size) + 1
+        NitroFullAttentionManager.adopt(self.manager, self.collector, admission)
+        self.reported = Counters()
+        logger.info(
+            "Nitro %s is active on vLLM %s: %s; %d blocks of %d tokens",
+            nitro.__version__,
+            compat.vllm_version(),
+            ", ".join(f"{key}={value}" for key, value in settings.to_dict().items()),
+            self.pool.num_gpu_blocks - 1,
+            self.manager.block_size,
+        )
+
+    def plan(self, running: list[Request]) -> list[Eviction]:
+        """Evict from every running request that is due, and free what it gives up.
+
+        All destinations are fixed before the first block is freed: a freed block is the first to be reused, so that
+        otherwise one request's destination could be another one's source within the same step.
+        """
+        pending = [found for request in running if (found := self._prepare(request)) is not None]
+        return [self._commit(item) for item in pending]
+
+    def _prepare(self, request: Request) -> _Pending | None:
+        computed = request.num_computed_tokens
+        physical = computed - self.collector.evicted(request.request_id)
+        keep = self.rule.target(computed, physical, request.num_prompt_tokens)
+        if keep is None:
+            return None
+        blocks = self.manager.req_to_blocks[request.request_id]
+        ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
+        reusable = np.fromiter((b.ref_cnt == 1 and b.block_hash is None for b in blocks), np.uint8, len(blocks))
+        destination = self.collector.plan(request.request_id, ids, reusable, physical, keep)
+        missing = np.flatnonzero(destination < 0)
+        if missing.size > self.pool.get_num_free_blocks():
+            # No room for copies: take the request's own cached blocks out of the prefix cache and reuse them.
+            own = [i for i in missing if blocks[i].ref_cnt == 1]
+            if missing.size - len(own) > self.pool.get_num_free_blocks():
+                return None  # the rest is shared with other requests; try again in the next step
+            self.pool.evict_blocks({blocks[i].block_id for i in own})
+            destination[own] = ids[own]
+            missing = np.flatnonzero(destination < 0)
+        fresh = self.pool.get_new_blocks(int(missing.size)) if missing.size else []
+        for index, block in zip(missing, fresh, strict=True):
+            destination[index] = block.block_id
+        return _Pending(request, blocks, ids, destination, physical, keep)
+
+    def _commit(self, item: _Pending) -> Eviction:
+        request_id, computed = item.request.request_id, item.request.num_computed_tokens
+        epoch = self.collector.epoch(request_id)
+        freed = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
+        table = self.pool.blocks
+        item.blocks[:] = [table[i] for i in item.destination]
+        self.pool.free_blocks([table[i] for i in freed])
+        return Eviction(
+            request_id=request_id,
+            epoch=epoch,
+            logical_len=computed,
+            physical_len=item.physical,
+            keep=item.keep,
+            protect=self.rule.protect(computed, item.request.num_prompt_tokens),
+            dst_blocks=item.destination,
+        )
+
+    def attach(self, evictions: list[Eviction], output: SchedulerOutput) -> None:
+        """Ship the plans with the step, except those of requests that were preempted while it was scheduled."""
+        alive = tuple(e for e in evictions if self.collector.epoch(e.request_id) == e.epoch + 1)
+        if alive:
+            setattr(output, PLAN, StepPlan(alive))
+
+    def report(self, scheduler_stats: SchedulerStats) -> None:
+        """Add what happened since the last report to the statistics that go to vLLM's front-end."""
+        now = self.collector.counters
+        stats.put(scheduler_stats, self.reported, now)
+        self.reported = now
+
+
+def _only_manager(scheduler: Scheduler) -> FullAttentionManager:
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
+        raise UnsupportedError(
+            f"Nitro evicts from one KV cache group of full attention, this model has: {kinds}; serve it without Nitro"
+        )
+    spec = groups[0].kv_cache_spec
+    windowed = isinstance(spec, FullAttentionSpec) and (spec.sliding_window or spec.attention_chunk_size)
+    if type(spec) is not FullAttentionSpec or windowed:
+        raise UnsupportedError(
+            f"Nitro cannot evict from a KV cache of {spec}: it needs plain full attention in all layers; serve this "
+            "model without Nitro"
+        )
+    return managers[0]
+
+
+class _NitroSchedulerMixin(Scheduler):
+    """Evicts before a step is scheduled, so that the step itself can use the freed blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = settings_in(self.vllm_config.additional_config)
+        assert settings is not None, "Nitro's scheduler is only installed together with its settings"
+        self.nitro = SchedulerSide(self, settings)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Plan this step's evictions, schedule the step, and attach the plans to it."""
+        paused = self.pause_state == PauseState.PAUSED_ALL
+        evictions = [] if paused else self.nitro.plan(self.running)
+        output = super().schedule(*args, **kwargs)
+        if evictions:
+            self.nitro.attach(evictions, output)
+        return output
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Return vLLM's statistics with Nitro's counters in them."""
+        found = super().make_stats(*args, **kwargs)
+        if found is not None:
+            self.nitro.report(found)
+        return found
+
+
+class NitroScheduler(_NitroSchedulerMixin, Scheduler):
+    """vLLM's scheduler with eviction."""
+
+
+class NitroAsyncScheduler(_NitroSchedulerMixin, AsyncScheduler):
+    """vLLM's asynchronous scheduler with eviction."""

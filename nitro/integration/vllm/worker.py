@@ -1,0 +1,72 @@
+"""vLLM's workers with Nitro's model runner in them, and what can be asked of them with ``collective_rpc``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from nitro import policies
+from nitro.compactor import Compactor
+from nitro.integration.vllm.runner_v1 import adopt
+
+
+class _NitroWorkerMixin(Worker):
+    def init_device(self) -> None:
+        """Initialise the device, and take over the model runner before it loads a model."""
+        super().init_device()
+        adopt(self.model_runner)
+
+    @property
+    def _nitro(self) -> Compactor:
+        compactor: Compactor = self.model_runner.nitro
+        return compactor
+
+    def nitro_stats(self) -> dict[str, int]:
+        """Return this worker's counters, and how many requests it holds evicted state of."""
+        return {**asdict(self._nitro.counters), "requests": len(self._nitro)}
+
+    def nitro_set_policy(self, name: str, options: dict[str, Any] | None = None) -> None:
+        """Score with another policy from now on; counts, and with them the scheduler, do not depend on it."""
+        self._nitro.policy = policies.get(name, **(options or {}))
+
+    def nitro_record(self, enabled: bool) -> None:
+        """Start (empty) or stop recording which tokens are kept."""
+        self._nitro.records = [] if enabled else None
+        self.model_runner.nitro_run_starts.clear()
+
+    def nitro_take_recording(self) -> dict[str, Any]:
+        """Return and clear the recording, as plain values that survive vLLM's message encoding.
+
+        ``kept`` are the bytes of an int32 array of shape ``shape``.
+        """
+        records = self._nitro.records or []
+        taken = {
+            "rank": self.model_runner.parallel_config.rank % self.model_runner.parallel_config.tensor_parallel_size,
+            "tp": self.model_runner.parallel_config.tensor_parallel_size,
+            "records": [
+                {
+                    "request_id": record.request_id,
+                    "run": record.run,
+                    "logical_len": record.logical_len,
+                    "shape": list(record.kept.shape),
+                    "kept": record.kept.tobytes(),
+                }
+                for record in records
+            ],
+            "run_starts": {key: list(value) for key, value in self.model_runner.nitro_run_starts.items()},
+        }
+        if self._nitro.records is not None:
+            self._nitro.records = []
+        self.model_runner.nitro_run_starts.clear()
+        return taken
+
+
+class NitroCPUWorker(_NitroWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with eviction."""
+
+
+class NitroGPUWorker(_NitroWorkerMixin, Worker):
+    """vLLM's GPU worker with eviction."""
