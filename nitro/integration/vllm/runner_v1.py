@@ -98,9 +98,15 @@ class _NitroRunnerMixin(GPUModelRunner):
         self.nitro_run_starts: dict[str, list[int]] = {}
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        finished = scheduler_output.finished_req_ids
         resumed = set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        new = {data.req_id for data in scheduler_output.scheduled_new_reqs}
-        for request_id in scheduler_output.finished_req_ids | resumed | new | (scheduler_output.preempted_req_ids or set()):
+        # A new request with a known id is the next part of a streamed input, and keeps its cache, unless it is reborn.
+        new = {
+            data.req_id
+            for data in scheduler_output.scheduled_new_reqs
+            if data.req_id in finished or data.req_id not in self.requests
+        }
+        for request_id in finished | resumed | new | (scheduler_output.preempted_req_ids or set()):
             self.nitro.forget(request_id)
         # Before vLLM appends this step's new blocks, and before it zeroes or copies any block: a block that a plan
         # frees may already belong to somebody else in this very step.

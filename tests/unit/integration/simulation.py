@@ -1,0 +1,198 @@
+"""vLLM's real scheduler with Nitro, and in place of a model a shadow cache of stamps.
+
+Every slot of the shadow carries who wrote it last: (request, run, logical position). The worker's side is played by the
+rules that the real one follows: apply the plans first, then write this step's tokens, then read. Each read must find
+exactly the request's own kept tokens and nobody else's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from nitro.integration.vllm.scheduler import PLAN, NitroAsyncScheduler, NitroScheduler
+from nitro.testing.pool import assert_pool_whole
+
+BLOCK = 16
+Stamp = tuple[int, ...]  # the tokens up to and including this position: what its K and V depend on, and its position
+
+
+def make_scheduler(config: VllmConfig, num_blocks: int) -> Any:
+    """Return Nitro's scheduler over a pool of ``num_blocks`` blocks, for a configuration made with Nitro's settings."""
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    kv_config = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)]
+    )
+    cls = NitroAsyncScheduler if config.scheduler_config.async_scheduling else NitroScheduler
+    return cls(
+        vllm_config=config,
+        kv_cache_config=kv_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=True,
+    )
+
+
+@dataclass
+class WorkerRequest:
+    """What the shadow worker knows of a request."""
+
+    blocks: list[int]
+    tokens: list[int]
+    kept: list[int] = field(default_factory=list)  # logical positions of the compacted part
+    since: int = 0  # logical length at the last eviction
+    epoch: int = 0
+
+    @property
+    def evicted(self) -> int:
+        return self.since - len(self.kept)
+
+    def visible(self, logical: int) -> list[int]:
+        return [*self.kept, *range(self.since, logical)]
+
+
+class Simulation:
+    """Drives a scheduler with random requests, and plays the worker ``lag`` steps behind it."""
+
+    def __init__(self, config: VllmConfig, num_blocks: int, *, seed: int, lag: int = 0) -> None:
+        init_none_hash(sha256)
+        self.scheduler: Scheduler = make_scheduler(config, num_blocks)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.random = random.Random(seed)
+        self.lag = lag
+        self.slots: dict[tuple[int, int], Stamp] = {}
+        self.known: dict[str, WorkerRequest] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, dict[str, int]]] = deque()
+        self.stats: list[Any] = []
+        self.counter = 0
+        self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        self.counter += 1
+        name = f"r{self.counter}"
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 511)
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
+        return name
+
+    def step(self) -> SchedulerOutput:
+        """Schedule one step, let the worker run it, and deliver what the worker finished ``lag`` steps ago."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        self.scheduler.nitro.collector.check_integrity()  # type: ignore[attr-defined]
+        self.in_flight.append((output, self._work(output)))
+        while len(self.in_flight) > self.lag:
+            self._deliver()
+        return output
+
+    def drain(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_requests() and not self.in_flight:
+                break
+            if self.scheduler.has_requests():
+                self.step()
+            elif self.in_flight:
+                self._deliver()
+        else:
+            raise AssertionError(f"requests are stuck: {[r.request_id for r in self.scheduler.running]}")
+        assert_pool_whole(self.scheduler)
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _deliver(self) -> None:
+        output, sampled = self.in_flight.popleft()
+        names = list(output.num_scheduled_tokens)
+        delivered = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=[[sampled[n]] if n in sampled else [] for n in names],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            ),
+        )
+        self.stats += [out.scheduler_stats for out in delivered.values() if out.scheduler_stats is not None]
+
+    def _work(self, output: SchedulerOutput) -> dict[str, int]:
+        for name in output.finished_req_ids:
+            self.known.pop(name, None)
+        self.preemptions += len(output.preempted_req_ids or ())
+        self._apply(output)
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for data in output.scheduled_new_reqs:
+            known = self.known.get(data.req_id)
+            tokens = known.tokens if known else list(data.prompt_token_ids or [])  # the V2 runner resumes as new
+            self.known[data.req_id] = WorkerRequest(list(data.block_ids[0]), tokens)
+            computed[data.req_id] = data.num_computed_tokens
+            self.hits += data.num_computed_tokens > 0
+        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            request = self.known[name]
+            if name in cached.resumed_req_ids:
+                assert new is not None
+                self.known[name] = WorkerRequest(list(new[0]), request.tokens)
+            elif new is not None:
+                request.blocks.extend(new[0])
+        return self._forward(output, computed)
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        plan = getattr(output, PLAN, None)
+        for e in plan.evictions if plan else ():
+            self.evictions += 1
+            request = self.known[e.request_id]
+            assert e.epoch == request.epoch
+            assert e.logical_len - e.physical_len == request.evicted
+            visible = request.visible(e.logical_len)
+            assert len(visible) == e.physical_len
+            stamps = [self._read(request, slot) for slot in range(e.physical_len)]
+            head, tail = list(range(e.protect)), list(range(e.physical_len - 4, e.physical_len))
+            middle = self.random.sample(range(e.protect, e.physical_len - 4), e.keep - e.protect - 4)
+            chosen = [*head, *sorted(middle), *tail]
+            request.blocks = e.dst_blocks.tolist()
+            for slot, source in enumerate(chosen):
+                self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = stamps[source]
+            request.kept, request.since = [visible[i] for i in chosen], e.logical_len
+            request.epoch += 1
+
+    def _read(self, request: WorkerRequest, slot: int) -> Stamp:
+        return self.slots[request.blocks[slot // BLOCK], slot % BLOCK]
+
+    def _forward(self, output: SchedulerOutput, computed: dict[str, int]) -> dict[str, int]:
+        for name, count in output.num_scheduled_tokens.items():
+            request, start = self.known[name], computed[name]
+            assert start >= request.since
+            for position in range(start, start + count):
+                slot = position - request.evicted
+                self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = tuple(request.tokens[: position + 1])
+        sampled = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request, end = self.known[name], computed[name] + count
+            for slot, position in enumerate(request.visible(end)):
+                want, got = tuple(request.tokens[: position + 1]), self._read(request, slot)
+                assert got == want, f"{name} reads at slot {slot} (position {position}) what was written for {got[-8:]}"
+                self.reads += 1
+            if end == len(request.tokens):
+                sampled[name] = self.random.randrange(500)
+                request.tokens.append(sampled[name])
+        return sampled

@@ -1,0 +1,248 @@
+"""Nitro's scheduler on vLLM's real block pool, without a model (see simulation.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+import nitro
+from nitro.integration.vllm.scheduler import PLAN
+from nitro.testing.pool import assert_pool_whole
+
+from . import simulation
+
+SETTINGS = {"budget": 40, "sinks": 2, "window": 4, "slack": 8}
+
+
+@pytest.fixture
+def simulate(tiny: Callable[[str], Path]) -> Callable[..., simulation.Simulation]:
+    def make(
+        num_blocks: int = 40, *, seed: int = 0, lag: int = 0, chunk: int = 64, max_model_len: int = 256, **settings: Any
+    ) -> simulation.Simulation:
+        config = EngineArgs(
+            model=str(tiny("llama-gqa")),
+            skip_tokenizer_init=True,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=16,
+            block_size=simulation.BLOCK,
+            enable_prefix_caching=True,
+            additional_config=nitro.vllm_config(**{**SETTINGS, **settings}),
+        ).create_engine_config()
+        config.scheduler_config.async_scheduling = lag > 0
+        return simulation.Simulation(config, num_blocks, seed=seed, lag=lag)
+
+    return make
+
+
+Make = Callable[..., simulation.Simulation]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + i * 31) % 500 for i in range(length)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_always_read_their_own_kept_tokens(simulate: Make, seed: int, lag: int) -> None:
+    sim = simulate(num_blocks=18, seed=seed, lag=lag)
+    draw, names = sim.random, []
+    for _ in range(400):
+        if draw.random() < 0.25 and len(sim.scheduler.requests) < 14:
+            shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
+            names.append(sim.add([*shared, *prompt(draw.randint(1, 90), draw.randrange(1000))], draw.randint(1, 90)))
+        if names and draw.random() < 0.03:
+            sim.abort(draw.choice(names))
+        if sim.scheduler.has_requests():
+            sim.step()
+    sim.drain()
+    assert sim.evictions > 50
+    assert sim.preemptions > 0
+    assert sim.hits > 0
+    assert sim.reads > 10_000
+
+
+def test_freed_blocks_are_used_by_others_in_the_same_step(simulate: Make) -> None:
+    # 16 usable blocks hold two requests of 128 tokens; the third gets in with what their evictions free.
+    sim = simulate(num_blocks=17, max_model_len=256, chunk=256)
+    sim.add(prompt(128, 1), 20)
+    sim.add(prompt(127, 2), 20)
+    sim.step()
+    assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
+    sim.add(prompt(100, 3), 20)
+    output = sim.step()
+    assert len(getattr(output, PLAN).evictions) == 2
+    freed = sim.scheduler.nitro.collector.counters.blocks_freed  # type: ignore[attr-defined]
+    assert freed >= 8
+    assert [data.req_id for data in output.scheduled_new_reqs] == ["r3"]
+    sim.drain()
+
+
+def test_shared_prefix_survives_the_eviction_of_a_sharer(simulate: Make) -> None:
+    sim = simulate(chunk=256)
+    common = prompt(64, 9)
+    first = sim.add([*common, *prompt(10, 1)], 40)
+    sim.step()
+    sim.add([*common, *prompt(11, 2)], 40)
+    sim.step()  # evicts the first, whose prefix blocks the second one has just been given
+    assert sim.hits == 1
+    assert sim.scheduler.nitro.collector.evicted(first) > 0  # type: ignore[attr-defined]
+    sim.drain()
+    hits = sim.hits
+    sim.add([*common, *prompt(12, 3)], 2)  # and a later request still finds the whole prefix, unharmed
+    sim.drain()
+    assert sim.hits == hits + 1
+
+
+def test_without_a_free_block_the_request_takes_its_own_out_of_the_prefix_cache(simulate: Make) -> None:
+    sim = simulate(num_blocks=17, max_model_len=256, chunk=256)
+    name = sim.add(prompt(256 - 1, 1)[:250], 6)
+    sim.step()
+    assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
+    sim.step()
+    assert sim.scheduler.nitro.collector.evicted(name) == 250 - SETTINGS["budget"]  # type: ignore[attr-defined]
+    sim.drain()
+
+
+def test_blocks_of_an_evicted_request_are_never_published(simulate: Make) -> None:
+    sim = simulate(chunk=256)
+    tokens = prompt(100, 4)
+    sim.add(tokens, 60)
+    sim.drain()
+    published = sim.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+    assert len(published) == 100 // simulation.BLOCK, "only the blocks of the prompt, computed before any eviction"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_finish_in_the_step_of_a_plan(simulate: Make, lag: int) -> None:
+    due = SETTINGS["budget"] + SETTINGS["slack"]
+    for extra in range(3):
+        sim = simulate(lag=lag, chunk=256)
+        sim.add(prompt(due - 2, 1), 2 + extra)
+        sim.add(prompt(30, 2), 40)
+        sim.drain()
+        assert sim.evictions
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_abort_in_the_step_of_a_plan(simulate: Make, lag: int) -> None:
+    sim = simulate(lag=lag, chunk=256)
+    name = sim.add(prompt(90, 1), 50)
+    sim.add(prompt(60, 2), 50)
+    while not sim.evictions:
+        sim.step()
+    sim.abort(name)
+    assert name not in sim.scheduler.requests
+    assert sim.scheduler.nitro.collector.evicted(name) == 0  # type: ignore[attr-defined]
+    sim.drain()
+
+
+def test_no_plan_where_nothing_is_due(simulate: Make) -> None:
+    sim = simulate()
+    sim.add(prompt(20), 5)
+    assert not hasattr(sim.step(), PLAN)
+    sim.drain()
+    assert sim.evictions == 0
+    assert len(sim.scheduler.nitro.collector) == 0  # type: ignore[attr-defined]
+
+
+def test_prompts_are_spared_where_asked(simulate: Make) -> None:
+    sim = simulate(num_blocks=60, evict_prompt=False, chunk=256)
+    sim.add(prompt(150, 1), 100)
+    seen = []
+    while sim.scheduler.has_requests():
+        plan = getattr(sim.step(), PLAN, None)
+        seen += list(plan.evictions) if plan else []
+    assert seen
+    assert all(e.protect == 150 and e.keep == 150 + SETTINGS["budget"] for e in seen)
+    assert_pool_whole(sim.scheduler)
+
+
+def test_ratio_keeps_a_share_of_what_was_computed(simulate: Make) -> None:
+    sim = simulate(chunk=256, budget=None, ratio=0.5)
+    sim.add(prompt(128, 1), 60)
+    plans = []
+    while sim.scheduler.has_requests():
+        plan = getattr(sim.step(), PLAN, None)
+        plans += list(plan.evictions) if plan else []
+    assert [(e.logical_len, e.keep) for e in plans][:2] == [(128, 64), (144, 72)]
+
+
+def test_reset_of_the_prefix_cache_preempts_evicted_requests(simulate: Make) -> None:
+    sim = simulate(chunk=256)
+    sim.add(prompt(100, 1), 30)
+    while not sim.evictions:
+        sim.step()
+    assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert len(sim.scheduler.nitro.collector) == 0  # type: ignore[attr-defined]
+    sim.drain()
+    assert sim.evictions > 1
+
+
+def test_admission_asks_for_the_peak_of_a_prompt_not_its_length(simulate: Make) -> None:
+    # 200 tokens in chunks of 32 never hold more than 47 + 32 slots (5 blocks), however many blocks are free.
+    sim = simulate(num_blocks=17, chunk=32)
+    for number in range(2):
+        sim.add(prompt(200, number), 10)
+    sim.step()
+    sim.step()
+    while sim.scheduler.has_requests():
+        sim.step()
+        held = 16 - sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert held <= 12
+    assert sim.preemptions == 0
+    assert_pool_whole(sim.scheduler)
+
+
+def test_counters_travel_in_the_statistics(simulate: Make) -> None:
+    from nitro.integration.vllm import stats
+
+    sim = simulate(chunk=256)
+    sim.add(prompt(100, 1), 60)
+    sim.drain()
+    reports = [found for item in sim.stats if (found := stats.take(item))]
+    assert reports[0] == {"evictions": 1, "tokens_evicted": 100 - SETTINGS["budget"], "blocks_freed": 7 - 3}
+    assert sum(found["evictions"] for found in reports) == sim.evictions > 1
+    assert not any(item.waiting_lora_adapters for item in sim.stats), "nothing of it may be left for vLLM's own loggers"
+
+
+def churn(sim: simulation.Simulation, steps: int = 300) -> None:
+    for _ in range(steps):
+        if sim.random.random() < 0.3 and len(sim.scheduler.requests) < 12:
+            shared = prompt(sim.random.choice([32, 48]), sim.random.randrange(2))
+            sim.add([*shared, *prompt(sim.random.randint(1, 60), sim.random.randrange(1000))], sim.random.randint(1, 60))
+        if sim.scheduler.has_requests():
+            sim.step()
+    sim.drain()
+
+
+@pytest.mark.parametrize("fault", ["publish evicted blocks", "overwrite shared blocks", "free before the batch is planned"])
+def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    from nitro.collector import Collector
+    from nitro.integration.vllm.manager import NitroFullAttentionManager
+    from nitro.integration.vllm.scheduler import SchedulerSide
+
+    if fault == "publish evicted blocks":
+        monkeypatch.setattr(NitroFullAttentionManager, "cache_blocks", FullAttentionManager.cache_blocks)
+    elif fault == "overwrite shared blocks":
+        plan = Collector.plan
+        monkeypatch.setattr(
+            Collector, "plan", lambda self, name, blocks, reusable, *rest: plan(self, name, blocks, reusable | 1, *rest)
+        )
+    else:
+
+        def eager(self: SchedulerSide, running: list[Any]) -> list[Any]:
+            found = ((request, self._prepare(request)) for request in running)
+            return [self._commit(item) for _, item in found if item is not None]
+
+        monkeypatch.setattr(SchedulerSide, "plan", eager)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - a ledger, vLLM's own pool or a read may notice first
+        for seed in range(12):
+            churn(simulate(num_blocks=18, seed=seed, lag=1, chunk=128))
+    assert isinstance(caught.value, (AssertionError, nitro.IntegrityError, KeyError)), caught.value

@@ -1,0 +1,149 @@
+"""The compactor on caches that are plain tensors: content follows the plan, and nothing else is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nitro import policies
+from nitro.compactor import Compactor, request_key
+from nitro.errors import IntegrityError, SettingsError
+from nitro.policies.base import Policy, ScoreInput
+from nitro.types import Counters, Eviction
+
+LAYERS, HEADS, DIM, BLOCK = 3, 2, 8, 4
+
+
+class DenseCache:
+    """K and V side by side: ``[blocks, heads, block, 2 * dim]``."""
+
+    block_size, num_kv_heads, head_dim = BLOCK, HEADS, DIM
+    device = torch.device("cpu")
+
+    def __init__(self, blocks: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.data = torch.randn(blocks, HEADS, BLOCK, 2 * DIM, generator=generator)
+
+    def gather(self, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        tokens = self.data[block_ids].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)[:, :length]
+        return tokens[..., :DIM], tokens[..., DIM:]
+
+    def scatter(self, block_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        padded = torch.zeros(HEADS, len(block_ids) * BLOCK, 2 * DIM)
+        padded[:, : keys.shape[1]] = torch.cat([keys, values], dim=-1)
+        self.data[block_ids] = padded.view(HEADS, len(block_ids), BLOCK, 2 * DIM).transpose(0, 1)
+
+
+def make(policy: str = "keydiff", blocks: int = 16) -> tuple[Compactor, list[DenseCache]]:
+    caches = [DenseCache(blocks, seed) for seed in range(LAYERS)]
+    return (
+        Compactor(caches, range(LAYERS), range(HEADS), policies.get(policy), sinks=1, window=2, seed=0),
+        caches,
+    )
+
+
+def plan(logical: int, physical: int, keep: int, dst: list[int], *, epoch: int = 0, protect: int = 1) -> Eviction:
+    return Eviction("r", epoch, logical, physical, keep, protect, np.array(dst, np.int32))
+
+
+@given(
+    st.sampled_from(["streaming", "random", "knorm", "vnorm", "keydiff", "gravity"]),
+    st.integers(4, 30),
+    st.integers(1, 27),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_kept_tokens_are_where_the_plan_says_and_nothing_else_moved(
+    policy: str, physical: int, dropped: int, fresh: bool, seed: int
+) -> None:
+    keep = max(physical - dropped, 3)
+    if keep == physical:
+        return
+    compactor, caches = make(policy)
+    compactor.records = []
+    order = np.random.default_rng(seed).permutation(np.arange(1, 16)).tolist()
+    source = order[: -(-physical // BLOCK)]
+    target = (order[::-1] if fresh else source)[: -(-keep // BLOCK)]
+    before = [cache.data.clone() for cache in caches]
+    tokens = [cache.gather(torch.tensor(source), physical) for cache in caches]
+    compactor.apply(plan(physical, physical, keep, target), source, stable_id="r")
+    kept = torch.from_numpy(compactor.records[0].kept).long()
+    assert kept.shape == (LAYERS, HEADS, keep)
+    assert (kept.diff(dim=-1) > 0).all(), "order is preserved"
+    assert (kept[..., 0] == 0).all(), "the sink stays"
+    assert (kept[..., -2:] == torch.tensor([physical - 2, physical - 1])).all(), "the window stays"
+    untouched = sorted(set(range(16)) - set(target))
+    for layer, cache in enumerate(caches):
+        keys, values = cache.gather(torch.tensor(target), keep)
+        index = kept[layer][..., None].expand(-1, -1, DIM)
+        assert torch.equal(keys, tokens[layer][0].gather(1, index))
+        assert torch.equal(values, tokens[layer][1].gather(1, index))
+        assert torch.equal(cache.data[untouched], before[layer][untouched])
+
+
+def test_positions_follow_over_several_evictions() -> None:
+    compactor, _ = make("streaming")
+    compactor.records = []
+    compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
+    compactor.apply(plan(16, 10, 5, [1, 2], epoch=1), [1, 2, 5], stable_id="r")
+    assert compactor.records[0].kept[0, 0].tolist() == [0, 7, 8, 9, 10, 11]
+    assert compactor.records[1].kept[2, 1].tolist() == [0, 12, 13, 14, 15]
+    assert compactor.evicted("r") == 11
+    assert compactor.counters == Counters(evictions=2, tokens_evicted=11, blocks_freed=2)
+    compactor.forget("r")
+    assert len(compactor) == compactor.evicted("r") == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        plan(16, 10, 5, [1, 2], epoch=2),
+        plan(16, 11, 5, [1, 2], epoch=1),
+        plan(40, 34, 5, [1, 2], epoch=1),
+    ],
+    ids=["epoch", "length", "blocks"],
+)
+def test_a_plan_that_does_not_continue_the_state_is_refused(wrong: Eviction) -> None:
+    compactor, caches = make()
+    compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
+    before = [cache.data.clone() for cache in caches]
+    with pytest.raises(IntegrityError, match="does not continue its state"):
+        compactor.apply(wrong, [1, 2, 5], stable_id="r")
+    assert all(torch.equal(a, c.data) for a, c in zip(before, caches, strict=True))
+    assert compactor.evicted("r") == 6
+
+
+def test_layers_are_scored_in_groups_without_changing_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for limit in (2**30, 1):
+        monkeypatch.setattr("nitro.compactor.SCRATCH_BYTES", limit)
+        compactor, caches = make("gravity")
+        compactor.apply(plan(20, 20, 9, [1, 2, 3]), [1, 2, 3, 4, 5], stable_id="r")
+        results.append(torch.stack([cache.data for cache in caches]))
+    assert torch.equal(*results)
+
+
+def test_a_policy_that_breaks_its_contract_is_named() -> None:
+    @dataclass(frozen=True)
+    class Broken(Policy):
+        name = "broken"
+
+        def score(self, x: ScoreInput) -> Tensor:
+            return torch.zeros(1)
+
+    compactor, _ = make()
+    compactor.policy = Broken()
+    with pytest.raises(SettingsError, match="broken"):
+        compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
+
+
+def test_request_key_is_the_same_everywhere() -> None:
+    assert request_key("cmpl-7") == 0xFFA1F18DD6406F2A, "changes which tokens the random policy keeps, for everybody"
+    assert request_key("a") != request_key("b")
+    assert 0 <= request_key("a") < 2**64
