@@ -1,0 +1,215 @@
+"""The oracle matrix: scenarios that stress one thing each, on real vLLM engines with tiny models.
+
+A scenario fixes the engine (pool, chunk size, prefix caching) and the requests. Policies are switched on the running
+engine, since the scheduler's counts do not depend on them; so one engine serves a whole row of the matrix.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nitro.testing.oracle import Generated, Report, check_recording
+from nitro.testing.recording import Recording
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Mode = Literal["in-process", "multi-process", "tp2"]
+MODES: tuple[Mode, ...] = ("in-process", "multi-process", "tp2")
+POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "gravity")
+ARCHITECTURES = {"llama-gqa": ("llama", 2), "llama-mha": ("llama", 4), "qwen2-gqa": ("qwen2", 2), "qwen2-mha": ("qwen2", 4)}
+BLOCK = 32
+VOCAB = 511  # the last token of the tiny models is the end of sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One column of the matrix.
+
+    Attributes:
+        name: of the column.
+        prompts: lengths of the prompts, in tokens.
+        max_tokens: tokens to generate per request.
+        shared_prefix: tokens that all prompts share; half of the requests come after the others, so that they hit.
+        chunk: ``max_num_batched_tokens``; prompts longer than this are prefilled in chunks, with evictions in between.
+        blocks: of the pool; few of them force preemptions.
+        prefix_caching: whether it is on.
+        settings: of Nitro.
+    """
+
+    name: str
+    prompts: tuple[int, ...]
+    max_tokens: int
+    shared_prefix: int = 0
+    chunk: int = 1024
+    blocks: int = 120
+    max_model_len: int = 512
+    prefix_caching: bool = False
+    settings: dict[str, Any] | None = None
+
+    def tokens(self, seed: int) -> list[list[int]]:
+        """Return the prompts' token ids, the same for the same seed."""
+        generator = np.random.default_rng(seed)
+        shared = generator.integers(0, VOCAB, self.shared_prefix).tolist()
+        return [
+            shared[:length] + generator.integers(0, VOCAB, max(length - self.shared_prefix, 0)).tolist()
+            for length in self.prompts
+        ]
+
+
+_SETTINGS = {"policy": "keydiff", "budget": 72, "sinks": 4, "window": 16, "slack": 24, "seed": 3}
+SCENARIOS = {
+    s.name: s
+    for s in (
+        Scenario("plain", (20, 75, 130, 201), 90),
+        Scenario("prefix", (150, 170, 165, 140, 152, 171), 60, shared_prefix=130, prefix_caching=True),
+        Scenario("chunked", (230, 180, 300, 65), 50, chunk=64),
+        Scenario("tight", (20, 33, 60, 28, 40, 62, 31, 50), 120, blocks=9, max_model_len=224),
+        Scenario(
+            "all", (70, 150, 75, 130, 95, 140, 80, 120), 90, shared_prefix=66, chunk=64, blocks=9, max_model_len=256,
+            prefix_caching=True,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one cell of the matrix showed.
+
+    Attributes:
+        report: of the oracle.
+        preemptions: runs beyond the first, over all requests.
+        cached_tokens: prompt tokens served from the prefix cache.
+        prompt_evictions: evictions that happened before a prompt was complete.
+        pool_whole: whether every block was free afterwards.
+        left_over: requests that some worker still remembers.
+    """
+
+    report: Report
+    preemptions: int
+    cached_tokens: int
+    prompt_evictions: int
+    pool_whole: bool
+    left_over: int
+
+    def faults(self, scenario: Scenario) -> list[str]:
+        """Return what is wrong, or what was not exercised although the scenario is there for it."""
+        found = []
+        if self.report.mismatches:
+            found.append(f"{len(self.report.mismatches)} mismatches, first: {self.report.mismatches[0]}")
+        if self.report.evictions < len(scenario.prompts):
+            found.append(f"only {self.report.evictions} evictions for {len(scenario.prompts)} requests")
+        if self.report.differs_from_full < self.report.tokens_after_eviction // 4:
+            found.append(f"only {self.report.differs_from_full} tokens differ from full attention: the test has no power")
+        if scenario.blocks < 20 and not self.preemptions:
+            found.append("no request was preempted")
+        if scenario.shared_prefix and scenario.prefix_caching and not self.cached_tokens:
+            found.append("no prefix-cache hit")
+        if scenario.chunk < max(scenario.prompts) and not self.prompt_evictions:
+            found.append("no eviction between the chunks of a prompt")
+        if not self.pool_whole:
+            found.append("blocks are still held after the run")
+        if self.left_over:
+            found.append(f"workers still remember {self.left_over} requests")
+        return found
+
+
+@contextmanager
+def engine(model: Path, scenario: Scenario, mode: Mode, **overrides: Any) -> Iterator[Any]:
+    """Yield a ``vllm.LLM`` with Nitro for a scenario, and shut it down afterwards."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "in-process" else "1"
+    if mode == "tp2":  # one core per rank; vLLM binds by NUMA node otherwise, and most machines have one
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import nitro
+
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "max_model_len": scenario.max_model_len,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": scenario.chunk,
+        "num_gpu_blocks_override": scenario.blocks,
+        "kv_cache_memory_bytes": 64 * 2**20,
+        "enable_prefix_caching": scenario.prefix_caching,
+        "tensor_parallel_size": 2 if mode == "tp2" else 1,
+        "additional_config": nitro.vllm_config(**(scenario.settings or _SETTINGS)),
+        "seed": 0,
+    }
+    llm = LLM(str(model), **{**arguments, **overrides})
+    try:
+        yield llm
+    finally:
+        if shutdown := getattr(llm.llm_engine.engine_core, "shutdown", None):
+            shutdown()
+        del llm
+        gc.collect()
+        if mode == "in-process":
+            cleanup_dist_env_and_memory()
+
+
+def run_cell(llm: Any, reference: PreTrainedModel, scenario: Scenario, policy: str, seed: int = 0) -> Outcome:
+    """Run a scenario's requests under a policy on a running engine, and hold the result against the oracle."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("nitro_set_policy", args=(policy,))
+    llm.collective_rpc("nitro_record", args=(True,))
+    llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": ids} for ids in scenario.tokens(seed)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=scenario.max_tokens, ignore_eos=True, detokenize=False)
+    waves = [prompts]
+    if scenario.shared_prefix:
+        # Prefixes are published as they are computed; the second wave finds them, while the first was already evicted.
+        waves = [prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]]
+    outputs = [out for wave in waves for out in llm.generate(wave, sampling, use_tqdm=False)]
+    recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
+    generated = [Generated.from_vllm(out) for out in outputs]
+    report = check_recording(reference, recording, generated)
+    lengths = {recording.internal_id(g.request_id): len(g.prompt_ids) for g in generated}
+    pool_whole = bool(llm.reset_prefix_cache())  # refused while anybody holds a block
+    # Workers hear of finished requests with the next step, so let there be one.
+    llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    return Outcome(
+        report=report,
+        preemptions=sum(len(starts) - 1 for starts in recording.run_starts.values()),
+        cached_tokens=sum(out.num_cached_tokens or 0 for out in outputs),
+        prompt_evictions=sum(r.logical_len < lengths[r.request_id] for r in recording.records_by_rank[0]),
+        pool_whole=pool_whole,
+        left_over=sum(part["requests"] for part in llm.collective_rpc("nitro_stats")),
+    )
+
+
+def summary(outcome: Outcome) -> dict[str, int | float]:
+    """Return the figures of a cell as plain numbers, for reports."""
+    report = outcome.report
+    return {
+        "tokens": report.tokens_compared,
+        "after_eviction": report.tokens_after_eviction,
+        "mismatches": len(report.mismatches),
+        "differs_from_full": report.differs_from_full,
+        "evictions": report.evictions,
+        "preemptions": outcome.preemptions,
+        "cached_tokens": outcome.cached_tokens,
+        "prompt_evictions": outcome.prompt_evictions,
+        "min_gap": report.min_gap,
+    }
+
+
+def variant(scenario: Scenario, **changes: Any) -> Scenario:
+    """Return a scenario with some of Nitro's settings changed."""
+    return replace(scenario, settings={**(scenario.settings or _SETTINGS), **changes})

@@ -1,0 +1,149 @@
+"""``vllm serve`` with the one JSON setting, driven by the real ``openai`` client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BUDGET = 72
+SETTINGS = {"nitro": {"policy": "keydiff", "budget": BUDGET, "window": 16, "slack": 24}}
+
+
+def serve_command(model: Path, port: int, settings: object) -> list[str]:
+    return [
+        *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
+        *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
+        *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256"),
+        *("--num-gpu-blocks-override", "60", "--kv-cache-memory-bytes", str(64 * 2**20)),
+        *("--additional-config", json.dumps(settings)),
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = serve_command(tiny("llama-gqa"), port, SETTINGS)
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(300):
+                assert process.poll() is None, log.read_text()[-4000:]
+                try:
+                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    pass
+                time.sleep(1)
+            else:
+                raise AssertionError(log.read_text()[-4000:])
+            yield url, log
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=10).text
+    found = re.search(rf"^{name}{{[^}}]*}} ([0-9.e+]+)$", text, re.MULTILINE)
+    assert found, f"{name} is not among: {sorted(set(re.findall('^(nitro[^{ ]*)', text, re.MULTILINE)))}"
+    return float(found[1])
+
+
+def prompt(seed: int, length: int = 120) -> list[int]:
+    return [(seed * 7919 + i * i * 31 + i) % 500 for i in range(length)]
+
+
+def test_the_log_and_the_metrics_prove_that_nitro_is_active(server: tuple[str, Path]) -> None:
+    url, log = server
+    lines = [line for line in log.read_text().splitlines() if "is active on vLLM" in line]
+    assert len(lines) == 1
+    assert f"budget={BUDGET}" in lines[0]
+    assert metric(url, "nitro:evictions_total") == 0
+
+
+def test_many_clients_at_once(server: tuple[str, Path]) -> None:
+    url, _ = server
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def ask(seed: int) -> list[int]:
+        answer = client.completions.create(
+            model="tiny",
+            prompt=prompt(seed),
+            max_tokens=100,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 100
+        tokens: list[int] = choice.token_ids  # type: ignore[attr-defined]
+        return tokens
+
+    with ThreadPoolExecutor(12) as pool:
+        first = list(pool.map(ask, range(12)))
+    assert all(len(tokens) == 100 for tokens in first)
+    assert len({tuple(tokens) for tokens in first}) == 12
+    assert ask(3) == first[3], "greedy answers do not depend on who else is served"
+    # 220 tokens each: an eviction at 120 - 72 = 48 tokens, then one every 24 tokens.
+    evictions = metric(url, "nitro:evictions_total")
+    assert evictions >= 13 * 4
+    assert metric(url, "nitro:tokens_evicted_total") >= 13 * (48 + 3 * 24)
+    assert metric(url, "nitro:blocks_freed_total") > 0
+    assert metric(url, "vllm:kv_cache_usage_perc") < 0.2
+
+
+def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
+    url, _ = server
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    stream = client.completions.create(
+        model="tiny", prompt=prompt(77), max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    for count, _ in enumerate(stream):
+        if count == 40:
+            break
+    stream.close()
+    for _ in range(60):
+        if metric(url, "vllm:num_requests_running") == 0:
+            break
+        time.sleep(0.5)
+    assert metric(url, "vllm:num_requests_running") == 0
+    assert metric(url, "vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"nitro": {"budgt": 5}}, "budget"), ({"nitro": {"budget": 64, "policy": "nope"}}, "streaming")],
+)
+def test_wrong_settings_stop_the_server_before_weights_are_loaded(
+    tiny: Callable[[str], Path], settings: object, says: str
+) -> None:
+    command = serve_command(tiny("llama-gqa"), 1, settings)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200, check=False)
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "SettingsError" in output
+    assert says in output
+    assert "Loading weights" not in output

@@ -1,0 +1,348 @@
+"""The collector: each rule by itself, then random lives of a block pool beside a model made of dicts and sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nitro.collector import Collector
+from nitro.errors import IntegrityError
+from nitro.types import Counters, IntArray
+
+BLOCK_SIZE = 4
+NULL = 0
+
+
+def blocks(*ids: int) -> IntArray:
+    return np.array(ids, dtype=np.int32)
+
+
+def flags(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint8)
+
+
+@pytest.fixture
+def collector() -> Collector:
+    """A pool of 16 blocks of 4 tokens; ``old`` owns [5, 2] after its table [1, 2, 3, 4] of 15 slots shrank to 6."""
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE, null_block=NULL)
+    collector.commit("old", blocks(1, 2, 3, 4), blocks(5, 2), physical=15, keep=6)
+    return collector
+
+
+def state_of(collector: Collector, *request_ids: str) -> object:
+    return (
+        len(collector),
+        collector.counters,
+        {r: (collector.evicted(r), collector.epoch(r), collector.owned(r).tolist()) for r in request_ids},
+    )
+
+
+def test_an_eviction_from_plan_to_release() -> None:
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE)
+    table = blocks(1, 2, 3, 4)
+    dst = collector.plan("a", table, flags(0, 1, 1, 1), physical=15, keep=6)
+    assert dst.dtype == np.int32
+    assert dst.tolist() == [-1, 2]
+    assert len(collector) == 0, "a plan changes nothing"
+
+    dst[0] = 5
+    freed = collector.commit("a", table, dst, physical=15, keep=6)
+    assert freed.dtype == np.int32
+    assert freed.tolist() == [4, 3, 1]
+    assert state_of(collector, "a") == (1, Counters(1, 9, 2), {"a": (9, 1, [5, 2])})
+
+    collector.adopt("a", [7, 8])
+    assert collector.owned("a").tolist() == [5, 2, 7, 8]
+    assert collector.plan("a", collector.owned("a"), flags(1, 1, 1, 1), physical=16, keep=5).tolist() == [5, 2]
+    assert collector.commit("a", collector.owned("a"), blocks(5, 2), physical=16, keep=5).tolist() == [8, 7]
+    assert state_of(collector, "a") == (1, Counters(2, 20, 4), {"a": (20, 2, [5, 2])})
+    collector.check_integrity()
+
+    assert collector.release("a") == 20
+    assert state_of(collector, "a") == (0, Counters(2, 20, 4), {"a": (0, 0, [])})
+    assert collector.release("a") == 0
+    collector.check_integrity()
+
+
+def test_results_outlive_the_collector() -> None:
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE)
+    freed = collector.commit("a", blocks(1, 2, 3), blocks(1), physical=12, keep=4)
+    owned = collector.owned("a")
+    owned[0] = 9
+    assert collector.owned("a").tolist() == [1], "the caller's copy is not the ledger"
+    del collector
+    assert freed.tolist() == [3, 2]
+
+
+def test_arrays_may_be_views_and_flags_may_be_bool() -> None:
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE)
+    every_other = np.arange(1, 9, dtype=np.int32)[::2]
+    dst = collector.plan("a", every_other, np.array([True, False, True, True]), physical=16, keep=8)
+    assert dst.tolist() == [1, -1]
+
+
+def test_handles_of_released_requests_are_used_again() -> None:
+    collector = Collector(num_blocks=64, block_size=BLOCK_SIZE)
+    for i in range(50):
+        collector.commit(f"a{i}", blocks(1, 2), blocks(1), physical=8, keep=4)
+        collector.commit(f"b{i}", blocks(3, 4), blocks(3), physical=8, keep=4)
+        collector.release(f"a{i}")
+        assert collector.owned(f"b{i}").tolist() == [3]
+        collector.release(f"b{i}")
+        collector.check_integrity()
+    assert sorted(collector._spare) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, 0), r"num_blocks=0 is outside \[1, "),
+        ((2**31, 4, 0), r"num_blocks=2147483648"),
+        ((16, 0, 0), r"block_size=0 is below 1"),
+        ((16, 4, 16), r"null_block=16 is outside \[0, num_blocks=16\)"),
+        ((16, 4, -1), r"null_block=-1"),
+    ],
+)
+def test_impossible_pools_are_refused(arguments: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Collector(*arguments)
+
+
+TABLE = blocks(6, 8, 9)
+ALL = flags(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.plan("new", TABLE, ALL, 12, 0), ValueError, r"keep=0 is outside \[1, physical=12\)"),
+        (lambda c: c.plan("new", TABLE, ALL, 12, 12), ValueError, r"keep=12 is outside \[1, physical=12\)"),
+        (lambda c: c.plan("new", TABLE, flags(1), 12, 4), ValueError, "reusable has 1 entries, blocks 3"),
+        (lambda c: c.plan("new", TABLE.reshape(1, 3), ALL, 12, 4), ValueError, "blocks has 2 dimensions"),
+        (lambda c: c.plan("new", TABLE.astype(np.int64), ALL, 12, 4), TypeError, "incompatible function arguments"),
+        (lambda c: c.plan("new", TABLE, ALL, 13, 4), IntegrityError, "request 'new': physical=13 slots need 4 blocks"),
+        (lambda c: c.plan("new", blocks(6, 16, 9), ALL, 12, 4), IntegrityError, r"block 16 is outside \[0, 16\)"),
+        (lambda c: c.plan("new", blocks(6, -1, 9), ALL, 12, 4), IntegrityError, "block -1 is outside"),
+        (lambda c: c.plan("new", blocks(6, NULL, 9), ALL, 12, 4), IntegrityError, "block 0 is the null block"),
+        (lambda c: c.plan("new", blocks(6, 9, 9), ALL, 12, 4), IntegrityError, "block 9 is in its table twice"),
+        (
+            lambda c: c.plan("new", blocks(6, 5, 9), ALL, 12, 4),
+            IntegrityError,
+            "request 'new': table block 5 already belongs to request 'old'",
+        ),
+        (
+            lambda c: c.plan("old", TABLE, ALL, 12, 4),
+            IntegrityError,
+            r"request 'old': its table of 3 blocks is not the 2 .* adopt\(\)",
+        ),
+        (lambda c: c.plan("old", blocks(5, 2), flags(1, 1), 5, 4), IntegrityError, "physical=5 .* left 6"),
+        (lambda c: c.commit("new", TABLE, blocks(6), 12, 8), ValueError, "dst has 1 blocks, but keep=8 .* need 2"),
+        (lambda c: c.commit("new", TABLE, blocks(6, -1), 12, 8), IntegrityError, "destination block -1 is outside"),
+        (lambda c: c.commit("new", TABLE, blocks(6, 16), 12, 8), IntegrityError, "destination block 16 is outside"),
+        (lambda c: c.commit("new", TABLE, blocks(6, NULL), 12, 8), IntegrityError, "destination block 0 is the null"),
+        (lambda c: c.commit("new", TABLE, blocks(10, 10), 12, 8), IntegrityError, "block 10 is in dst twice"),
+        (lambda c: c.commit("new", TABLE, blocks(6, 9), 12, 8), IntegrityError, "block 9, which is another block of"),
+        (
+            lambda c: c.commit("new", TABLE, blocks(6, 2), 12, 8),
+            IntegrityError,
+            "request 'new': fresh block 2 already belongs to request 'old'",
+        ),
+        (lambda c: c.adopt("old", [7, 7]), IntegrityError, "request 'old': block 7 is adopted twice"),
+        (lambda c: c.adopt("old", [7, 2]), IntegrityError, "adopted block 2 already belongs to request 'old'"),
+        (lambda c: c.adopt("old", [NULL]), IntegrityError, "adopted block 0 is the null block"),
+        (lambda c: c.adopt("old", [16]), IntegrityError, "adopted block 16 is outside"),
+    ],
+)
+def test_a_refused_call_says_why_and_changes_nothing(
+    collector: Collector, call: Callable[[Collector], object], error: type[Exception], message: str
+) -> None:
+    before = state_of(collector, "old", "new")
+    with pytest.raises(error, match=message):
+        call(collector)
+    assert state_of(collector, "old", "new") == before
+    collector.check_integrity()
+    # The handle that a refused newcomer would have had is still free for the next one.
+    collector.commit("next", TABLE, blocks(6), physical=12, keep=4)
+    collector.check_integrity()
+
+
+def test_requests_without_evictions_are_not_the_ledgers_business(collector: Collector) -> None:
+    before = state_of(collector, "old", "unknown")
+    collector.adopt("unknown", [2, 99])  # not even looked at
+    collector.adopt("old", [])
+    assert collector.release("unknown") == 0
+    assert state_of(collector, "old", "unknown") == before
+
+
+def test_check_integrity_compares_the_mirror_with_the_core(collector: Collector) -> None:
+    collector._evicted["old"] += 1
+    with pytest.raises(IntegrityError, match=r"'old': 9.*'old': 10"):
+        collector.check_integrity()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A block pool with prefix sharing; the model is a free list, reference counts and block tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_blocks = 24
+        self.collector = Collector(self.num_blocks, BLOCK_SIZE, NULL)
+        self.free = list(range(1, self.num_blocks))
+        self.references: Counter[int] = Counter()  # of live blocks
+        self.tables: dict[str, list[int]] = {}
+        self.slots: dict[str, int] = {}
+        self.evicted: dict[str, int] = {}  # of requests that have had an eviction
+        self.epochs: dict[str, int] = {}
+        self.totals = Counters()
+        self.started = 0
+
+    def pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.tables)))
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        self.references.update(taken)
+        return taken
+
+    def put(self, freed: list[int]) -> None:
+        for block in freed:
+            assert self.references[block] > 0, f"block {block} is freed twice"
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                del self.references[block]
+                self.free.append(block)
+
+    @rule()
+    def start(self) -> None:
+        request_id = f"r{self.started}"
+        self.started += 1
+        self.tables[request_id], self.slots[request_id] = [], 0
+
+    @precondition(lambda self: any(r not in self.epochs and t for r, t in self.tables.items()))
+    @rule(data=st.data())
+    def share_a_prefix(self, data: st.DataObject) -> None:
+        sharable = sorted(r for r, table in self.tables.items() if r not in self.epochs and table)
+        origin = data.draw(st.sampled_from(sharable))
+        full = self.slots[origin] // BLOCK_SIZE
+        self.start()
+        newest = f"r{self.started - 1}"
+        self.tables[newest] = self.tables[origin][:full]
+        self.slots[newest] = full * BLOCK_SIZE
+        self.references.update(self.tables[newest])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tokens=st.integers(1, 3 * BLOCK_SIZE + 1))
+    def grow(self, data: st.DataObject, tokens: int) -> None:
+        request_id = self.pick(data)
+        slots = self.slots[request_id] + tokens
+        needed = -(-slots // BLOCK_SIZE) - len(self.tables[request_id])
+        if needed > len(self.free):
+            self.stop(request_id)  # as vLLM preempts
+            return
+        new = self.take(needed)
+        self.collector.adopt(request_id, new)
+        self.tables[request_id] += new
+        self.slots[request_id] = slots
+
+    @precondition(lambda self: any(slots > 1 for slots in self.slots.values()))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(r for r, slots in self.slots.items() if slots > 1)))
+        table, slots = self.tables[request_id], self.slots[request_id]
+        keep = data.draw(st.integers(1, slots - 1))
+        reusable = [int(self.references[block] == 1) for block in table]
+        arguments = (request_id, blocks(*table))
+        dst = self.collector.plan(*arguments, flags(*reusable), slots, keep)
+        expected = [block if own else -1 for block, own in zip(table, reusable, strict=True)]
+        assert dst.tolist() == expected[: -(-keep // BLOCK_SIZE)]
+
+        holes = dst == -1
+        if holes.sum() > len(self.free):
+            return
+        dst[holes] = self.take(int(holes.sum()))
+        freed = self.collector.commit(*arguments, dst, slots, keep).tolist()
+        assert freed == [block for block in reversed(table) if block not in dst]
+        self.put(freed)
+        self.tables[request_id], self.slots[request_id] = dst.tolist(), keep
+        self.evicted[request_id] = self.evicted.get(request_id, 0) + slots - keep
+        self.epochs[request_id] = self.epochs.get(request_id, 0) + 1
+        self.totals = Counters(
+            self.totals.evictions + 1,
+            self.totals.tokens_evicted + slots - keep,
+            self.totals.blocks_freed + len(freed) - int(holes.sum()),
+        )
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def preempt_and_restart(self, data: st.DataObject) -> None:
+        request_id = self.pick(data)
+        self.stop(request_id)
+        self.tables[request_id], self.slots[request_id] = [], 0
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.stop(self.pick(data))
+
+    def stop(self, request_id: str) -> None:
+        assert self.collector.release(request_id) == self.evicted.pop(request_id, 0)
+        self.epochs.pop(request_id, None)
+        self.put(self.tables.pop(request_id)[::-1])
+        del self.slots[request_id]
+
+    @precondition(lambda self: self.epochs and self.free)
+    @rule(data=st.data())
+    def a_wrong_table_is_noticed(self, data: st.DataObject) -> None:
+        """The engine gave a request a block and did not report it."""
+        request_id = data.draw(st.sampled_from(sorted(self.epochs)))
+        table = blocks(*self.tables[request_id], self.free[0])
+        with pytest.raises(IntegrityError, match=f"request '{request_id}': its table"):
+            self.collector.plan(request_id, table, np.ones(len(table), np.uint8), 2, 1)
+
+    @precondition(lambda self: any(slots > 1 for slots in self.slots.values()) and self.epochs)
+    @rule(data=st.data())
+    def a_stolen_destination_is_noticed(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(sorted(self.epochs)))
+        thieves = sorted(r for r, slots in self.slots.items() if slots > 1 and r != victim)
+        if not thieves:
+            return
+        thief = data.draw(st.sampled_from(thieves))
+        table = self.tables[thief]
+        with pytest.raises(IntegrityError, match=f"belongs to request '{victim}'"):
+            self.collector.commit(thief, blocks(*table), blocks(self.tables[victim][0]), self.slots[thief], 1)
+
+    @invariant()
+    def free_and_live_and_null_are_the_pool(self) -> None:
+        assert len(self.free) + len(self.references) + 1 == self.num_blocks
+        assert {*self.free, *self.references, NULL} == set(range(self.num_blocks))
+
+    @invariant()
+    def the_ledger_is_the_model(self) -> None:
+        owners: Counter[int] = Counter()
+        for request_id, table in self.tables.items():
+            assert self.collector.evicted(request_id) == self.evicted.get(request_id, 0)
+            assert self.collector.epoch(request_id) == self.epochs.get(request_id, 0)
+            owned = self.collector.owned(request_id).tolist()
+            assert owned == (table if request_id in self.epochs else [])
+            owners.update(owned)
+        assert not owners or max(owners.values()) == 1, "a block has two private owners"
+        assert not set(owners) & set(self.free), "a free block has an owner"
+        assert all(self.references[block] == 1 for block in owners), "a private block is shared"
+        assert len(self.collector) == len(self.epochs)
+        assert self.collector.counters == self.totals
+        self.collector.check_integrity()
+
+    def teardown(self) -> None:
+        for request_id in list(self.tables):
+            self.stop(request_id)
+        assert len(self.collector) == 0, "the ledger is empty when all requests are gone"
+        assert len(self.free) + 1 == self.num_blocks
+        self.collector.check_integrity()
+
+
+TestPoolMachine = PoolMachine.TestCase
