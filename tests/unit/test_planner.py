@@ -45,7 +45,9 @@ def test_a_request_never_holds_more_than_it_may(rule: BudgetRule, prompt: int, o
 
 
 @pytest.mark.parametrize(
-    ("physical", "expected"), [(100, None), (575, None), (576, 512), (4000, 512)], ids=["small", "below", "due", "prompt"]
+    ("physical", "expected"),
+    [(100, None), (575, None), (576, 512), (4000, 512)],
+    ids=["small", "below", "due", "prompt"],
 )
 def test_budget(physical: int, expected: int | None) -> None:
     rule = BudgetRule(512, None, 4, 32, 64, evict_prompt=True)

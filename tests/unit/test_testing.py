@@ -73,27 +73,26 @@ def check(model: PreTrainedModel, prompt: Sequence[int], result: NaiveResult, **
     return check_request(model, prompt, result.output_ids, **(given | changes))
 
 
+SCATTERED, STREAMING = scattered(7, sinks=2, window=6), streaming(sinks=4)
+
+
 class TestAgainstNaiveDecoder:
     @pytest.mark.parametrize(
-        ("arch", "kv_heads", "tp"),
+        ("arch", "kv_heads", "tp", "rule", "chunk"),
         [
-            ("llama", 2, 1),
-            ("llama", 4, 1),
-            ("qwen2", 2, 1),
-            ("qwen2", 4, 1),
-            ("llama", 1, 1),
-            ("llama", 2, 2),
-            ("qwen2", 4, 2),
-            ("llama", 1, 2),  # one KV head, replicated on both ranks
-            ("qwen2", 2, 4),  # each of two KV heads on two ranks
-        ],
-    )
-    @pytest.mark.parametrize(
-        ("rule", "chunk"),
-        [
-            pytest.param(scattered(7, sinks=2, window=6), 64, id="scattered"),
-            pytest.param(scattered(8, sinks=2, window=6), 10, id="scattered-chunked"),
-            pytest.param(streaming(sinks=4), 10, id="streaming-chunked"),
+            pytest.param("llama", 2, 1, SCATTERED, 64, id="llama-gqa"),
+            pytest.param("llama", 2, 1, SCATTERED, 10, id="llama-gqa-chunked"),
+            pytest.param("llama", 4, 1, SCATTERED, 10, id="llama-mha-chunked"),
+            pytest.param("llama", 1, 1, SCATTERED, 10, id="llama-mqa-chunked"),
+            pytest.param("llama", 2, 2, SCATTERED, 10, id="llama-gqa-tp2-chunked"),
+            pytest.param("llama", 1, 2, SCATTERED, 10, id="llama-mqa-tp2-replicated-chunked"),
+            pytest.param("llama", 2, 1, STREAMING, 10, id="llama-gqa-streaming-chunked"),
+            pytest.param("qwen2", 4, 1, SCATTERED, 64, id="qwen2-mha"),
+            pytest.param("qwen2", 2, 1, SCATTERED, 10, id="qwen2-gqa-chunked"),
+            pytest.param("qwen2", 4, 1, SCATTERED, 10, id="qwen2-mha-chunked"),
+            pytest.param("qwen2", 4, 2, SCATTERED, 10, id="qwen2-mha-tp2-chunked"),
+            pytest.param("qwen2", 2, 4, SCATTERED, 10, id="qwen2-gqa-tp4-replicated-chunked"),
+            pytest.param("qwen2", 2, 4, STREAMING, 64, id="qwen2-gqa-tp4-replicated-streaming"),
         ],
     )
     def test_same_tokens_and_logits(
@@ -395,7 +394,9 @@ class TestRecording:
             Recording.combine(parts)
 
     def test_refuses_ranks_with_other_runs(self) -> None:
-        parts: list[dict[str, Any]] = [{"rank": rank, "tp": 2, "records": [], "run_starts": {"r": [8, 9 + rank]}} for rank in (0, 1)]
+        parts: list[dict[str, Any]] = [
+            {"rank": rank, "tp": 2, "records": [], "run_starts": {"r": [8, 9 + rank]}} for rank in (0, 1)
+        ]
         with pytest.raises(IntegrityError, match=r"ranks 0 and 1 disagree .* \['r'\]"):
             Recording.combine(parts)
 

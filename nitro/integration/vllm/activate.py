@@ -73,4 +73,4 @@ def wrap_engine_args() -> None:
         return config
 
     create_engine_config._nitro = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config

@@ -1,8 +1,8 @@
 """Find out where a backend stores K and V inside a block, by letting it write known values into a scratch block.
 
-Backends differ: vLLM's GPU cache holds K and V side by side per slot, the CPU one transposes or tiles K depending on the
-instruction set. All of them only permute the elements of one (block, KV head), so that permutation is learned from the
-backend's own write path instead of being assumed.
+Backends differ: vLLM's GPU cache holds K and V side by side per slot, the CPU one transposes or tiles K depending on
+the instruction set. All of them only permute the elements of one (block, KV head), so that permutation is learned from
+the backend's own write path instead of being assumed.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def probe(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.cat(found)
     if not torch.equal(both.sort().values, offsets):
         raise UnsupportedError(
-            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {kv_cache.dtype} as they "
-            "are (or in a layout that Nitro does not understand); use another --attention-backend or an unquantised cache"
+            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {kv_cache.dtype} as "
+            "they are (or in a layout that Nitro does not understand); use another --attention-backend or an "
+            "unquantised cache"
         )
     return found[0], found[1]
 
@@ -98,7 +99,7 @@ class BackendCache:
         return tokens.transpose(0, 1).reshape(heads, -1, self.head_dim)[:, :length]
 
     def scatter(self, block_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Overwrite these blocks with K and V ``[num_kv_heads, length, head_dim]``; the rest of the last one is zeroed."""
+        """Overwrite these blocks with K and V ``[num_kv_heads, length, head_dim]``; the last one's rest is zeroed."""
         heads, count = self.kv_cache.shape[1], block_ids.numel()
         blocks = self.kv_cache.new_empty(count, heads, self.block_size * 2 * self.head_dim)
         for place, source in ((self._k, keys), (self._v, values)):

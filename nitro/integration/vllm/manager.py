@@ -32,7 +32,7 @@ class NitroFullAttentionManager(FullAttentionManager):
                 leaves vLLM's own estimate (the whole prompt).
         """
         manager.__class__ = cls
-        manager.nitro = collector  # type: ignore[attr-defined]
+        manager.nitro = collector
         if admission_blocks is not None:
             manager.max_admission_blocks_per_request = admission_blocks
 

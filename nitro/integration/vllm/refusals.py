@@ -32,7 +32,7 @@ def model_reasons(config: VllmConfig) -> Iterator[str]:
     if _get(model, "is_attention_free"):
         yield "attention-free models have no KV cache to evict; serve this model without Nitro"
     if _get(model, "is_hybrid"):
-        yield "hybrid models (attention with Mamba or linear layers) are not supported yet; serve this model without Nitro"
+        yield "hybrid models (with Mamba or linear layers) are not supported yet; serve this model without Nitro"
     if _get(model, "use_mla"):
         yield "multi-head latent attention (MLA) is not supported yet; serve this model without Nitro"
     if _get(model, "is_multimodal_model"):
@@ -62,8 +62,8 @@ def feature_reasons(config: VllmConfig) -> Iterator[str]:
         yield "speculative decoding: a rejected draft could roll back past a compaction; drop --speculative-config"
     if config.kv_transfer_config is not None or _get(cache, "kv_offloading_size"):
         yield (
-            "KV connectors and KV offloading ship blocks by position, which eviction changes; drop --kv-transfer-config "
-            "and --kv-offloading-size"
+            "KV connectors and KV offloading ship blocks by position, which eviction changes; drop "
+            "--kv-transfer-config and --kv-offloading-size"
         )
     if config.ec_transfer_config is not None:
         yield "encoder-cache connectors were never tested with eviction; drop --ec-transfer-config"
@@ -86,7 +86,7 @@ def feature_reasons(config: VllmConfig) -> Iterator[str]:
         yield "dual-batch overlap was never tested with eviction; drop --enable-dbo"
     dtype = str(cache.cache_dtype)
     if dtype.startswith(QUANTISED_KV) or "fp8" in dtype:
-        yield f"quantised KV cache ({dtype}): scoring through the scales is not supported yet; use --kv-cache-dtype auto"
+        yield f"quantised KV cache ({dtype}): scoring through scales is not supported yet; use --kv-cache-dtype auto"
     if _get(cache, "kv_sharing_fast_prefill"):
         yield "--kv-sharing-fast-prefill skips layers that eviction must see; drop it"
     if _get(config.model_config, "enable_return_routed_experts"):

@@ -50,7 +50,9 @@ def _attention_layers(runner: GPUModelRunner, names: list[str]) -> list[Any]:
     for name, layer in zip(names, layers, strict=True):
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None:
-            raise UnsupportedError(f"{name} uses ALiBi, a bias per slot, which is wrong once tokens move; serve it without Nitro")
+            raise UnsupportedError(
+                f"{name} uses ALiBi, a bias per slot, which is wrong once tokens move; serve it without Nitro"
+            )
         window = getattr(impl, "sliding_window", None)
         if window not in (None, -1, (-1, -1)):
             raise UnsupportedError(f"{name} has a sliding window of {window}; serve this model without Nitro")
@@ -80,8 +82,8 @@ class _NitroRunnerMixin(GPUModelRunner):
             kv = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
             if kv.shape[0] != self.kv_cache_config.num_blocks or kv.shape[2] != group.kv_cache_spec.block_size:
                 raise UnsupportedError(
-                    f"the attention backend splits blocks of {group.kv_cache_spec.block_size} tokens into {kv.shape[2]}; "
-                    f"set --block-size {kv.shape[2]}"
+                    f"the attention backend splits blocks of {group.kv_cache_spec.block_size} tokens into "
+                    f"{kv.shape[2]}; set --block-size {kv.shape[2]}"
                 )
             caches.append(BackendCache(kv, *probe(layer, kv)))
         total = self.model_config.get_total_num_kv_heads()
@@ -133,7 +135,9 @@ class _NitroRunnerMixin(GPUModelRunner):
                 table.clear_row(row)
                 table.append_row(block_ids, row)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         if len(self.nitro):
             self._nitro_shift(num_scheduled_tokens)

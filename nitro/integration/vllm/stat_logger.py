@@ -46,7 +46,12 @@ class NitroStatLogger(AggregateStatLoggerBase):
                 self.counters[name, index] = family.labels(model, str(index))
 
     def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: Any, *args: Any, engine_idx: int = 0, **kwargs: Any
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        *args: Any,
+        engine_idx: int = 0,
+        **kwargs: Any,
     ) -> None:
         """Take Nitro's counts out of the statistics of one engine step."""
         if scheduler_stats is None:

@@ -86,7 +86,9 @@ def test_untested_minors_are_refused_unless_allowed(configure: Configure, monkey
     with pytest.raises(nitro.UnsupportedError, match=r"0\.99\.1 was never tested.*NITRO_ALLOW_UNTESTED_VLLM=1"):
         configure(additional_config=nitro.vllm_config(budget=64))
     monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
-    assert configure(additional_config=nitro.vllm_config(budget=64)).scheduler_config.scheduler_cls == activate.SCHEDULER
+    assert (
+        configure(additional_config=nitro.vllm_config(budget=64)).scheduler_config.scheduler_cls == activate.SCHEDULER
+    )
 
 
 def test_every_hook_fits_the_installed_vllm() -> None:

@@ -25,7 +25,9 @@ def rows() -> Iterator[Any]:
         for name in matrix.SCENARIOS:
             for arch in matrix.ARCHITECTURES:
                 slow = mode != "in-process" and (mode, name, arch) not in FAST
-                yield pytest.param(mode, name, arch, marks=[pytest.mark.slow] if slow else [], id=f"{mode}-{name}-{arch}")
+                yield pytest.param(
+                    mode, name, arch, marks=[pytest.mark.slow] if slow else [], id=f"{mode}-{name}-{arch}"
+                )
 
 
 @pytest.mark.parametrize(("mode", "name", "arch"), rows())
@@ -46,7 +48,12 @@ def test_row(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ratio": 0.4, "budget": None}, {"evict_prompt": False}, {"slack": 1}, {"sinks": 0, "window": 1, "budget": 33}],
+    [
+        {"ratio": 0.4, "budget": None},
+        {"evict_prompt": False, "budget": 40},
+        {"slack": 1},
+        {"sinks": 0, "window": 1, "budget": 33},
+    ],
     ids=["ratio", "spared prompt", "slack of one", "no sinks"],
 )
 def test_settings(tiny: Callable[[str], Path], changes: dict[str, Any]) -> None:

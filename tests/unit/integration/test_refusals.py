@@ -63,7 +63,9 @@ def test_refused_with_a_remedy(config: Any, part: str, changes: dict[str, Any], 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
-    changed = Overlay(config, **changes) if not part else Overlay(config, **{part: Overlay(getattr(config, part), **changes)})
+    changed = (
+        Overlay(config, **changes) if not part else Overlay(config, **{part: Overlay(getattr(config, part), **changes)})
+    )
     found = refusals.reasons(changed)  # type: ignore[arg-type]
     assert len(found) == 1
     assert says in found[0]
@@ -79,7 +81,11 @@ def write_config(path: Path, source: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("mistral", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}, "window 64"),
+        (
+            "mistral",
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
+            "window 64",
+        ),
         ("alibi", {"alibi": True}, "ALiBi"),
         ("chunked", {"attention_chunk_size": 128}, "chunked local attention"),
     ],
@@ -90,7 +96,10 @@ def test_real_model_configurations(
     model = write_config(tmp_path / name, tiny("llama-gqa"), **changes)
     with pytest.raises(nitro.UnsupportedError, match=says):
         EngineArgs(
-            model=str(model), skip_tokenizer_init=True, max_model_len=256, additional_config=nitro.vllm_config(budget=64)
+            model=str(model),
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            additional_config=nitro.vllm_config(budget=64),
         ).create_engine_config()
 
 

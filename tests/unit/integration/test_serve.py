@@ -45,7 +45,10 @@ def server(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
     command = serve_command(tiny("llama-gqa"), port, SETTINGS)
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()) as process:
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()) as process,
+    ):
         url = f"http://127.0.0.1:{port}"
         try:
             for _ in range(300):

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# What `make test` and CI run on a machine without a GPU. Arguments: the stages, in order (default: all that check).
+# Needs ci/setup_venv.py first.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+unset PYTHONPATH  # it would shadow the package that was installed
+
+stage() {
+  printf '\n[%s] %s\n' "$1" "$2"
+}
+
+cxx_sources() {
+  find native -name '*.cpp' -o -name '*.hpp' | sort
+}
+
+lint() {
+  stage lint "ruff check, ruff format, clang-format"
+  ruff check .
+  ruff format --check --quiet . || { ruff format --diff --quiet .; echo "run: make format" >&2; return 1; }
+  cxx_sources | xargs clang-format --dry-run --Werror
+}
+
+format() {
+  ruff check --fix --quiet . || true  # what it can't fix, lint will say
+  ruff format .
+  cxx_sources | xargs clang-format -i
+}
+
+# In the checkout kernels/ lies outside nitro/, and mypy would skip `nitro.kernels` without a word. So it reads a tree of
+# links that looks like the installed package.
+types() {
+  stage types "mypy --strict, stubtest"
+  local tree=build/types/nitro
+  rm -rf "$tree" && mkdir -p "$tree"
+  for path in nitro/*; do
+    [[ $path == */__pycache__ ]] || ln -s "$PWD/$path" "$tree/"
+  done
+  ln -s "$PWD/kernels" "$tree/kernels"
+  local config="$PWD/pyproject.toml" cache="$PWD/.mypy_cache"
+  (cd build/types && mypy --config-file "$config" --cache-dir "$cache" -p nitro)
+  (cd build/types && python -m mypy.stubtest --mypy-config-file "$config" nitro._native)
+}
+
+native() {
+  stage native "C++ tests under the address and undefined-behaviour sanitizers"
+  mkdir -p build
+  { cmake --preset asan && cmake --build --preset asan; } >build/native-asan.log 2>&1 ||
+    { cat build/native-asan.log; return 1; }
+  ctest --preset asan
+}
+
+python_tests() {
+  stage python "pytest"
+  # Unquoted on purpose: PYTEST_ARGS holds several arguments.
+  # shellcheck disable=SC2086
+  pytest -q --durations=10 -m "not gpu and not perf and not slow" ${PYTEST_ARGS:-}
+}
+
+(($#)) || set -- lint types native python
+for name in "$@"; do
+  case $name in
+    lint | format | types | native) "$name" ;;
+    python) python_tests ;;
+    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native or python" >&2; exit 2 ;;
+  esac
+done

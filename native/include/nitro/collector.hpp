@@ -1,0 +1,116 @@
+// The ledger of the KV-cache blocks of requests that have had evictions.
+//
+// A request enters the ledger with its first eviction. From then on all of its blocks are private: nobody else reads
+// them and they are never published to the prefix cache, so the ledger can tell for each block who owns it. Requests
+// without evictions are the engine's business alone.
+//
+// One caller at a time: an instance holds no lock (its only user is the scheduler, under Python's GIL). Distinct
+// instances share nothing.
+
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace nitro {
+
+using BlockId = std::int32_t;
+using Handle = std::int32_t;  // a request; chosen by the caller, >= 0, reusable after release()
+
+inline constexpr BlockId kNeedsFresh = -1;  // in a destination list: the caller must put a fresh block here
+inline constexpr Handle kNobody = -1;
+
+// The ledger and its caller disagree, or the ledger contradicts itself: a bug, never the user's fault. In messages a
+// request appears as "#<handle>", so that the caller can put its own name there.
+class IntegrityError : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+// Totals since construction.
+struct Counters {
+  std::int64_t evictions = 0;
+  std::int64_t tokens_evicted = 0;  // once per request, not per layer or head
+  std::int64_t blocks_freed = 0;    // net of the fresh blocks that evictions took
+
+  bool operator==(const Counters&) const = default;
+};
+
+// Every call takes time linear in the lengths of its arguments, and has the strong guarantee: it throws before it
+// changes anything. In builds without NDEBUG, each call that changes the ledger ends with check_integrity().
+class Collector {
+ public:
+  // Block ids are in [0, num_blocks); null_block is never owned. Throws std::invalid_argument.
+  Collector(std::int64_t num_blocks, std::int64_t block_size, std::int64_t null_block);
+
+  // Where the survivors of an eviction go: ceil(keep / block_size) blocks. The request's own block where reusable[i]
+  // is not 0 (nobody else reads or may find it), else kNeedsFresh.
+  //
+  // blocks: the request's block table; physical: slots in use before the eviction; keep: slots in use after it.
+  // Throws std::invalid_argument for lengths that no eviction has, IntegrityError if the table contradicts the ledger.
+  [[nodiscard]] std::vector<BlockId> plan(Handle request, std::span<const BlockId> blocks,
+                                          std::span<const std::uint8_t> reusable, std::int64_t physical,
+                                          std::int64_t keep) const;
+
+  // Records an eviction. dst: what plan() returned, each kNeedsFresh replaced by a block that nobody holds. Afterwards
+  // dst is what the request owns. Returns the blocks to give back, in the order in which to free them (the end of the
+  // table first, as vLLM does, so that a prefix outlives its continuations).
+  [[nodiscard]] std::vector<BlockId> commit(Handle request, std::span<const BlockId> blocks,
+                                            std::span<const BlockId> dst, std::int64_t physical, std::int64_t keep);
+
+  // Appends blocks that the pool gave to a request of the ledger; does nothing for other requests.
+  void adopt(Handle request, std::span<const BlockId> blocks);
+
+  // Forgets a request (finished, aborted or preempted). Returns its evicted tokens, 0 for a request not in the ledger.
+  std::int64_t release(Handle request);
+
+  [[nodiscard]] std::int64_t evicted(Handle request) const;  // tokens; 0 if unknown
+  [[nodiscard]] std::int64_t epoch(Handle request) const;    // evictions since the request (re)started; 0 if unknown
+  [[nodiscard]] std::vector<BlockId> owned(Handle request) const;  // in block-table order; empty if unknown
+  [[nodiscard]] Handle owner(BlockId block) const;                 // kNobody if free, shared or not in the ledger
+  [[nodiscard]] std::size_t size() const noexcept { return accounts_.size(); }
+  [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
+
+  // Proves that owners and owned blocks agree, no block has two owners, the null block has none, and the counters are
+  // the sum of the requests' histories. O(num_blocks). Throws IntegrityError.
+  void check_integrity() const;
+
+ private:
+  friend struct CollectorProbe;  // with it the tests plant faults that check_integrity() must find
+
+  struct Account {
+    std::vector<BlockId> blocks;
+    std::int64_t kept = 0;  // slots left by the last eviction; a request never holds fewer
+    std::int64_t evicted = 0;
+    std::int64_t epoch = 0;
+  };
+
+  [[nodiscard]] std::size_t blocks_for(std::int64_t slots) const noexcept;
+  [[nodiscard]] const Account* find(Handle request) const;
+  void check_block(Handle request, std::string_view role, BlockId block) const;
+  void check_unowned(Handle request, std::string_view role, BlockId block) const;
+  void check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical, std::int64_t keep) const;
+  void check_if_debug() const;
+
+  // Membership in O(1): a block is in the set made last if its mark is the current stamp.
+  [[nodiscard]] bool mark(BlockId block) const;
+  [[nodiscard]] std::uint64_t mark_of(BlockId block) const { return marks_[static_cast<std::size_t>(block)]; }
+
+  std::int32_t num_blocks_;
+  std::int64_t block_size_;
+  BlockId null_block_;
+  std::vector<Handle> owner_;  // by block id
+  std::unordered_map<Handle, Account> accounts_;
+  Counters counters_;
+  std::int64_t released_evictions_ = 0;  // of requests that have left the ledger
+  std::int64_t released_tokens_ = 0;
+  mutable std::vector<std::uint64_t> marks_;  // scratch, by block id
+  mutable std::uint64_t stamp_ = 0;
+};
+
+}  // namespace nitro

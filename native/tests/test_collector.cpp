@@ -1,0 +1,280 @@
+// Each rule of the ledger by itself, with a pool of 16 blocks of 4 tokens whose null block is 0.
+
+#include <limits>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "nitro/collector.hpp"
+
+namespace nitro {
+
+// Plants faults behind the ledger's back.
+struct CollectorProbe {
+  Collector& collector;
+
+  void set_owner(BlockId block, Handle owner) { collector.owner_[static_cast<std::size_t>(block)] = owner; }
+  void append_block(Handle request, BlockId block) { collector.accounts_.at(request).blocks.push_back(block); }
+  void set_epoch(Handle request, std::int64_t epoch) { collector.accounts_.at(request).epoch = epoch; }
+  void set_kept(Handle request, std::int64_t kept) { collector.accounts_.at(request).kept = kept; }
+  void add_evicted(Handle request, std::int64_t tokens) { collector.accounts_.at(request).evicted += tokens; }
+};
+
+}  // namespace nitro
+
+namespace {
+
+using nitro::BlockId;
+using nitro::Collector;
+using nitro::CollectorProbe;
+using nitro::Counters;
+using nitro::IntegrityError;
+using nitro::kNeedsFresh;
+using nitro::kNobody;
+using Blocks = std::vector<BlockId>;
+using Flags = std::vector<std::uint8_t>;
+
+Collector pool() { return {16, 4, 0}; }
+
+// Request 7 owns {5, 2}: table {1, 2, 3, 4} with 15 slots, shrunk to 6; block 1 was shared.
+Collector with_request_7() {
+  Collector collector = pool();
+  static_cast<void>(collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6));
+  return collector;
+}
+
+TEST(constructor_refuses_impossible_pools) {
+  CHECK_THROWS(std::invalid_argument, Collector(0, 4, 0), "num_blocks=0", "[1, ");
+  CHECK_THROWS(std::invalid_argument, Collector(-3, 4, 0), "num_blocks=-3");
+  CHECK_THROWS(std::invalid_argument, Collector(std::int64_t{1} << 31, 4, 0), "num_blocks=2147483648");
+  CHECK_THROWS(std::invalid_argument, Collector(16, 0, 0), "block_size=0");
+  CHECK_THROWS(std::invalid_argument, Collector(16, 4, 16), "null_block=16");
+  CHECK_THROWS(std::invalid_argument, Collector(16, 4, -1), "null_block=-1");
+  CHECK(Collector(1, 1, 0).size() == 0);
+}
+
+TEST(plan_keeps_reusable_blocks_in_place) {
+  const Collector collector = pool();
+  const Blocks table{1, 2, 3, 4};
+  CHECK((collector.plan(7, table, Flags{1, 1, 1, 1}, 16, 8) == Blocks{1, 2}));
+  CHECK((collector.plan(7, table, Flags{0, 1, 1, 1}, 15, 9) == Blocks{kNeedsFresh, 2, 3}));
+  CHECK((collector.plan(7, table, Flags{0, 0, 0, 0}, 13, 1) == Blocks{kNeedsFresh}));
+  CHECK((collector.plan(7, table, Flags{2, 255, 0, 0}, 16, 15) == Blocks{1, 2, kNeedsFresh, kNeedsFresh}));
+  CHECK(collector.size() == 0);
+}
+
+TEST(plan_rounds_up_at_block_borders) {
+  const Collector collector = pool();
+  const Blocks table{1, 2, 3, 4};
+  const Flags all{1, 1, 1, 1};
+  CHECK(collector.plan(7, table, all, 16, 3).size() == 1);
+  CHECK(collector.plan(7, table, all, 16, 4).size() == 1);
+  CHECK(collector.plan(7, table, all, 16, 5).size() == 2);
+  CHECK_THROWS(IntegrityError, collector.plan(7, table, all, 17, 4), "physical=17", "need 5", "has 4");
+}
+
+TEST(plan_refuses_lengths_that_no_eviction_has) {
+  const Collector collector = pool();
+  const Blocks table{1, 2};
+  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1}, 8, 4), "reusable has 1", "blocks 2");
+  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, 8, 0), "keep=0");
+  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, 8, 8), "keep=8", "physical=8");
+  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, -8, -9), "keep=-9");
+  CHECK_THROWS(std::invalid_argument, collector.plan(-1, table, Flags{1, 1}, 8, 4), "handle -1");
+  constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+  CHECK_THROWS(IntegrityError, collector.plan(7, table, Flags{1, 1}, kHuge, kHuge - 1), "has 2");
+}
+
+TEST(tables_with_impossible_blocks_are_found) {
+  Collector collector = with_request_7();
+  const Flags two{1, 1};
+  CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, 16}, two, 8, 4), "#8", "block 16", "[0, 16)");
+  CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, -1}, two, 8, 4), "block -1");
+  CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{0, 6}, two, 8, 4), "block 0", "null block");
+  CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, 6}, two, 8, 4), "block 6", "twice");
+  CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, 5}, two, 8, 4), "#8", "block 5", "#7");
+  CHECK_THROWS(IntegrityError, collector.commit(8, Blocks{6, 5}, Blocks{6}, 8, 4), "#8", "block 5", "#7");
+}
+
+TEST(commit_books_the_destination_and_frees_the_rest_last_first) {
+  Collector collector = pool();
+  const Blocks freed = collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6);
+  CHECK((freed == Blocks{4, 3, 1}));
+  CHECK((collector.owned(7) == Blocks{5, 2}));
+  CHECK(collector.owner(5) == 7 && collector.owner(2) == 7);
+  CHECK(collector.owner(1) == kNobody && collector.owner(3) == kNobody && collector.owner(4) == kNobody);
+  CHECK(collector.evicted(7) == 9 && collector.epoch(7) == 1 && collector.size() == 1);
+  CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 9, .blocks_freed = 2}));
+  collector.check_integrity();
+}
+
+TEST(commit_within_a_block_frees_nothing) {
+  Collector collector = pool();
+  CHECK(collector.commit(7, Blocks{1, 2}, Blocks{1, 2}, 8, 7).empty());
+  CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 1, .blocks_freed = 0}));
+  CHECK((collector.owned(7) == Blocks{1, 2}));
+}
+
+TEST(commit_frees_lookahead_blocks_too) {
+  Collector collector = pool();
+  CHECK((collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{1}, 5, 2) == Blocks{4, 3, 2}));
+  CHECK(collector.counters().blocks_freed == 3);
+}
+
+TEST(commit_can_move_all_survivors_into_fresh_blocks) {
+  Collector collector = pool();
+  CHECK((collector.commit(7, Blocks{1, 2, 3}, Blocks{4, 5, 6}, 12, 11) == Blocks{3, 2, 1}));
+  CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 1, .blocks_freed = 0}));
+}
+
+TEST(evictions_of_one_request_add_up) {
+  Collector collector = with_request_7();
+  collector.adopt(7, Blocks{9, 1});
+  CHECK((collector.owned(7) == Blocks{5, 2, 9, 1}));
+  CHECK((collector.commit(7, Blocks{5, 2, 9, 1}, Blocks{5, 2}, 16, 6) == Blocks{1, 9}));
+  CHECK(collector.evicted(7) == 19 && collector.epoch(7) == 2);
+  CHECK((collector.counters() == Counters{.evictions = 2, .tokens_evicted = 19, .blocks_freed = 4}));
+  collector.check_integrity();
+}
+
+TEST(commit_refuses_bad_destinations) {
+  Collector collector = with_request_7();
+  const Blocks table{6, 8, 9};
+  CHECK_THROWS(std::invalid_argument, collector.commit(8, table, Blocks{6}, 12, 6), "dst has 1", "need 2");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, kNeedsFresh}, 12, 6), "block -1");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 16}, 12, 6), "block 16");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 0}, 12, 6), "null block");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{10, 10}, 12, 6), "block 10", "twice");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 9}, 12, 6), "block 9", "same table");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{8, 6}, 12, 6), "block 8", "same table");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 6}, 12, 6), "block 6");
+  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 2}, 12, 6), "fresh block 2", "#7");
+}
+
+TEST(a_refused_call_changes_nothing) {
+  Collector collector = with_request_7();
+  const Counters before = collector.counters();
+  CHECK_THROWS(IntegrityError, collector.commit(8, Blocks{6, 8}, Blocks{2}, 8, 4), "#7");
+  CHECK_THROWS(IntegrityError, collector.commit(7, Blocks{5, 2}, Blocks{0}, 6, 4), "null block");
+  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{9, 10, 9}), "block 9", "twice");
+  CHECK((collector.owned(7) == Blocks{5, 2}));
+  CHECK(collector.size() == 1 && collector.epoch(7) == 1 && collector.evicted(8) == 0 && collector.owned(8).empty());
+  CHECK(collector.counters() == before);
+  CHECK(collector.owner(6) == kNobody && collector.owner(9) == kNobody && collector.owner(10) == kNobody);
+  collector.check_integrity();
+}
+
+TEST(a_table_must_be_what_the_ledger_says) {
+  Collector collector = with_request_7();
+  const Flags flags{1, 1, 1};
+  CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{5, 2, 9}, flags, 9, 4), "#7", "table of 3", "the 2 blocks",
+               "adopt()");
+  CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{2, 5}, Flags{1, 1}, 8, 4), "#7");
+  CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 5, 4), "physical=5", "left 6");
+  CHECK((collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 6, 4) == Blocks{5}));
+}
+
+TEST(adopt_books_only_free_blocks) {
+  Collector collector = with_request_7();
+  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{2}), "block 2", "#7");
+  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{0}), "null block");
+  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{99}), "block 99");
+  collector.adopt(7, Blocks{});
+  CHECK((collector.owned(7) == Blocks{5, 2}));
+  collector.adopt(8, Blocks{2, 99});  // not in the ledger: the engine's business
+  CHECK(collector.size() == 1 && collector.owned(8).empty());
+}
+
+TEST(release_forgets_and_makes_room) {
+  Collector collector = with_request_7();
+  CHECK(collector.release(7) == 9);
+  CHECK(collector.release(7) == 0);
+  CHECK(collector.size() == 0 && collector.epoch(7) == 0 && collector.owned(7).empty());
+  CHECK(collector.owner(5) == kNobody);
+  CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 9, .blocks_freed = 2}));
+  CHECK((collector.commit(7, Blocks{5, 2}, Blocks{5}, 8, 4) == Blocks{2}));  // a new life of the same handle
+  CHECK(collector.epoch(7) == 1 && collector.evicted(7) == 4);
+  collector.check_integrity();
+}
+
+TEST(owner_refuses_ids_outside_the_pool) {
+  const Collector collector = pool();
+  CHECK_THROWS(std::invalid_argument, collector.owner(16), "block 16");
+  CHECK_THROWS(std::invalid_argument, collector.owner(-1), "block -1");
+}
+
+TEST(check_integrity_finds_planted_faults) {
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.set_owner(9, 7);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "block 9", "#7");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.set_owner(5, kNobody);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "block 5", "#7");
+  }
+  {
+    Collector collector = with_request_7();
+    static_cast<void>(collector.commit(8, Blocks{6, 8}, Blocks{6}, 8, 4));
+    CollectorProbe{collector}.append_block(8, 5);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "block 5", "#7", "#8");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.append_block(7, 0);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "null block");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.set_epoch(7, 0);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "0 evictions");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.add_evicted(7, -9);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "0 tokens evicted in 1 evictions");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.set_epoch(7, 2);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "the counters say 1", "histories 2");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.set_kept(7, 9);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "9 slots", "2 blocks");
+  }
+  {
+    Collector collector = with_request_7();
+    CollectorProbe{collector}.add_evicted(7, 1);
+    CHECK_THROWS(IntegrityError, collector.check_integrity(), "of 9 tokens", "of 10");
+  }
+}
+
+#ifndef NDEBUG
+TEST(debug_builds_check_after_each_change) {
+  Collector collector = with_request_7();
+  CollectorProbe{collector}.set_owner(9, 7);
+  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{10}), "block 9");
+}
+#endif
+
+TEST(instances_share_nothing) {
+  Collector mine = pool();
+  Collector yours = pool();
+  const auto churn = [](Collector& collector) {
+    for (int i = 0; i < 200; ++i) {
+      static_cast<void>(collector.commit(i, Blocks{1, 2, 3}, Blocks{1}, 12, 4));
+      static_cast<void>(collector.release(i));
+    }
+  };
+  std::thread other([&] { churn(yours); });
+  churn(mine);
+  other.join();
+  CHECK(mine.counters() == yours.counters());
+  CHECK(mine.counters().tokens_evicted == 1600);
+}
+
+}  // namespace

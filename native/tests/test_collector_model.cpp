@@ -1,0 +1,191 @@
+// A long random life of a block pool, beside plain sets and maps: requests grow, share prefixes, evict, are preempted
+// and finish. After each step free + live + null = total, and the ledger says what the model says.
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.hpp"
+#include "nitro/collector.hpp"
+
+namespace {
+
+using nitro::BlockId;
+using nitro::Collector;
+using nitro::Handle;
+using nitro::kNeedsFresh;
+
+constexpr std::int64_t kBlockSize = 4;
+
+struct Request {
+  std::vector<BlockId> table;
+  std::int64_t slots = 0;
+  std::int64_t evicted = 0;
+  std::int64_t epoch = 0;
+};
+
+class Model {
+ public:
+  Model(std::uint32_t seed, std::int32_t num_blocks) : random_(seed), num_blocks_(num_blocks) {
+    for (BlockId block = 1; block < num_blocks; ++block) free_.push_back(block);
+  }
+
+  void step() {
+    const auto choice = pick(100);
+    if (choice < 8)
+      start();
+    else if (choice < 60)
+      grow();
+    else if (choice < 92)
+      evict();
+    else
+      stop();
+  }
+
+  void drain() {
+    while (!requests_.empty()) stop();
+  }
+
+  void verify() const {
+    std::size_t live = 0;
+    for (const auto& [block, references] : references_) {
+      CHECK(references > 0);
+      ++live;
+    }
+    CHECK(free_.size() + live + 1 == static_cast<std::size_t>(num_blocks_));
+    CHECK(std::set<BlockId>(free_.begin(), free_.end()).size() == free_.size());
+    for (const BlockId block : free_) CHECK(collector_.owner(block) == nitro::kNobody);
+    std::size_t in_ledger = 0;
+    for (const auto& [handle, request] : requests_) {
+      CHECK(collector_.epoch(handle) == request.epoch);
+      CHECK(collector_.evicted(handle) == request.evicted);
+      if (request.epoch == 0) continue;
+      ++in_ledger;
+      CHECK(collector_.owned(handle) == request.table);
+      for (const BlockId block : request.table) CHECK(references_.at(block) == 1 && collector_.owner(block) == handle);
+    }
+    CHECK(collector_.size() == in_ledger);
+    CHECK(collector_.counters() == totals_);
+    collector_.check_integrity();
+  }
+
+  [[nodiscard]] bool whole() const { return free_.size() + 1 == static_cast<std::size_t>(num_blocks_); }
+  [[nodiscard]] const nitro::Counters& totals() const { return totals_; }
+
+ private:
+  std::uint32_t pick(std::uint32_t below) { return static_cast<std::uint32_t>(random_()) % below; }
+
+  std::map<Handle, Request>::iterator any() {
+    return std::next(requests_.begin(), pick(static_cast<std::uint32_t>(requests_.size())));
+  }
+
+  BlockId take() {
+    const std::size_t at = pick(static_cast<std::uint32_t>(free_.size()));
+    const BlockId block = free_[at];
+    free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(at));
+    references_[block] = 1;
+    return block;
+  }
+
+  void put(BlockId block) {
+    if (--references_.at(block) > 0) return;
+    references_.erase(block);
+    free_.push_back(block);
+  }
+
+  // A new request; half of them share the full blocks of one that has had no eviction (a prefix-cache hit).
+  void start() {
+    Request request;
+    if (!requests_.empty() && pick(2) == 0) {
+      const Request& other = any()->second;
+      if (other.epoch == 0) {
+        request.slots = other.slots / kBlockSize * kBlockSize;
+        request.table.assign(other.table.begin(), other.table.begin() + request.slots / kBlockSize);
+        for (const BlockId block : request.table) ++references_[block];
+      }
+    }
+    requests_.emplace(next_handle_++, std::move(request));
+  }
+
+  void grow() {
+    if (requests_.empty()) return;
+    const auto at = any();
+    Request& request = at->second;
+    const std::int64_t slots = request.slots + 1 + pick(9);
+    const auto needed = static_cast<std::size_t>((slots + kBlockSize - 1) / kBlockSize);
+    if (needed > request.table.size() + free_.size()) return stop();
+    std::vector<BlockId> fresh;
+    while (request.table.size() + fresh.size() < needed) fresh.push_back(take());
+    collector_.adopt(at->first, fresh);
+    request.table.insert(request.table.end(), fresh.begin(), fresh.end());
+    request.slots = slots;
+  }
+
+  void evict() {
+    if (requests_.empty()) return;
+    const auto at = any();
+    Request& request = at->second;
+    if (request.slots < 2) return;
+    const std::int64_t keep = 1 + pick(static_cast<std::uint32_t>(request.slots - 1));
+    std::vector<std::uint8_t> reusable;
+    for (const BlockId block : request.table) reusable.push_back(references_.at(block) == 1 ? 1 : 0);
+    std::vector<BlockId> dst = collector_.plan(at->first, request.table, reusable, request.slots, keep);
+    const auto wanted = static_cast<std::size_t>(std::count(dst.begin(), dst.end(), kNeedsFresh));
+    if (wanted > free_.size()) return;
+    for (BlockId& block : dst) {
+      if (block == kNeedsFresh) block = take();
+    }
+    const auto freed = collector_.commit(at->first, request.table, dst, request.slots, keep);
+    std::vector<BlockId> expected;
+    for (const BlockId block : request.table) {
+      if (std::find(dst.begin(), dst.end(), block) == dst.end()) expected.insert(expected.begin(), block);
+    }
+    CHECK(freed == expected);
+    for (const BlockId block : freed) put(block);
+    totals_.evictions += 1;
+    totals_.tokens_evicted += request.slots - keep;
+    totals_.blocks_freed += static_cast<std::int64_t>(freed.size() - wanted);
+    request.table = dst;
+    request.evicted += request.slots - keep;
+    request.epoch += 1;
+    request.slots = keep;
+  }
+
+  void stop() {
+    if (requests_.empty()) return;
+    const auto at = any();
+    CHECK(collector_.release(at->first) == at->second.evicted);
+    for (const BlockId block : at->second.table) put(block);
+    requests_.erase(at);
+  }
+
+  std::mt19937 random_;
+  std::int32_t num_blocks_;
+  std::vector<BlockId> free_;
+  std::map<BlockId, int> references_;  // of live blocks
+  std::map<Handle, Request> requests_;
+  Handle next_handle_ = 0;
+  nitro::Counters totals_;
+  Collector collector_{num_blocks_, kBlockSize, 0};
+};
+
+TEST(random_lives_agree_with_the_model) {
+  for (const std::uint32_t seed : {1U, 2U, 3U, 4U}) {
+    for (const std::int32_t num_blocks : {8, 61}) {
+      Model model(seed, num_blocks);
+      for (int i = 0; i < 2000; ++i) {
+        model.step();
+        model.verify();
+      }
+      CHECK(model.totals().evictions > 100);  // or the run has tested little
+      model.drain();
+      model.verify();
+      CHECK(model.whole());
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,148 @@
+"""Nitro's settings: one frozen model, parsed from the ``"nitro"`` object of vLLM's ``additional_config``.
+
+Importing this module imports neither torch nor vLLM: vLLM's front-end parses the settings before anything heavy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nitro._settings_text import RULES, explain, kind_of, report, show
+from nitro._suggest import nearest
+from nitro.errors import SettingsError
+
+OptionValue = bool | int | float | str
+
+
+class Settings(BaseModel):
+    """What a user sets. Use `Settings.parse` on anything that a user wrote: its errors are the readable ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    policy: str = Field("keydiff", description="The rule that scores tokens; `docs/policies.md` describes each one.")
+    policy_options: dict[str, OptionValue] = Field(default_factory=dict, description="The policy's own options.")
+    budget: int | None = Field(
+        None, ge=1, description="Tokens that a request may hold in each layer and KV head after an eviction."
+    )
+    ratio: float | None = Field(
+        None, gt=0, lt=1, description="Retention ratio: the share of a request's tokens that stay after an eviction."
+    )
+    sinks: int = Field(4, ge=0, description="The first tokens of a request, which always stay.")
+    window: int = Field(32, ge=1, description="The newest tokens of a request, which always stay.")
+    slack: int = Field(
+        64, ge=1, description="How many tokens a request may grow beyond what it may keep before it is compacted."
+    )
+    evict_prompt: bool = Field(
+        True,
+        description="Whether the prompt may be evicted, at the end of the prefill and between its chunks. If not, "
+        "its tokens always stay and do not count against the budget.",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the policies that draw random numbers.")
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        problems = _contradictions(dict(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @classmethod
+    def parse(cls, obj: object) -> Settings:
+        """Check what a user wrote: a mapping such as the JSON object, or settings that are parsed already.
+
+        The policy is found and constructed (which imports torch) so that its name and its options are checked, too.
+
+        Raises:
+            SettingsError: with every problem found, each naming the key, the value, the bound and the remedy.
+        """
+        if isinstance(obj, Settings):
+            return obj
+        if not isinstance(obj, Mapping):
+            raise SettingsError(
+                f'nitro settings must be a JSON object, e.g. {{"policy": "keydiff", "budget": 512}}; '
+                f"got {show(obj)}, {kind_of(obj)}"
+            )
+        values = {name: obj.get(name, default) for name, default in _defaults().items()}
+        try:
+            settings = cls.model_validate(dict(obj))
+            problems: list[str] = []
+            doubtful: set[str | None] = set()
+        except ValidationError as error:
+            # One problem a key, although pydantic has one for each type that an option's value might have had.
+            details = {d["loc"][:2]: d for d in reversed(error.errors(include_url=False)) if d["loc"]}
+            problems = [explain(d) for d in reversed(details.values())]
+            doubtful = {nearest(str(loc[0]), RULES) for loc in details}
+            # Pydantic compares settings once all are sound by themselves; to report all, compare those that are.
+            problems += _contradictions({name: value for name, value in values.items() if name not in doubtful})
+        if not doubtful & {"policy", "policy_options"}:
+            problems += _policy_problems(values["policy"], values["policy_options"])
+        if problems:
+            raise SettingsError(report(problems))
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting that has a value, JSON-able; ``Settings.parse`` of it gives equal settings."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
+
+
+def _contradictions(settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong between settings that are sound one by one; those in doubt are left out of the mapping."""
+    if settings.get("budget") is not None and settings.get("ratio") is not None:
+        return [
+            f"budget={settings['budget']} and ratio={settings['ratio']} are both set, "
+            f"but exactly one may be: remove one of them"
+        ]
+    if {"budget", "ratio"} <= settings.keys() and settings["budget"] is None and settings["ratio"] is None:
+        return [
+            "neither budget nor ratio is set, but exactly one must be: set budget (tokens a request may hold, "
+            "e.g. 512) or ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25)"
+        ]
+    if {"budget", "sinks", "window"} <= settings.keys() and settings["budget"] is not None:
+        budget, least = settings["budget"], settings["sinks"] + settings["window"]
+        if budget < least:
+            return [
+                f"budget={budget} is below sinks + window = {least}: "
+                f"raise budget to at least {least}, or lower sinks or window"
+            ]
+    return []
+
+
+def _policy_problems(policy: str, options: Mapping[str, OptionValue]) -> list[str]:
+    from nitro import policies  # imports torch with the policy's module: only when settings are parsed
+
+    try:
+        policies.get(policy, **options)
+    except SettingsError as error:
+        return [str(error)]
+    return []
+
+
+def settings_markdown() -> str:
+    """Return the text of ``docs/settings.md``."""
+    lines = [
+        "# Settings",
+        "",
+        'Settings are the `"nitro"` object of vLLM\'s `--additional-config` (or `LLM(additional_config=...)`):',
+        "",
+        '    vllm serve MODEL --additional-config \'{"nitro": {"policy": "keydiff", "budget": 512}}\'',
+        "",
+        'Set exactly one of `budget` and `ratio`. Unknown keys, wrong types (`"512"` is not `512`) and',
+        "contradictions are errors at start-up, before weights load.",
+        "",
+        "| name | type | default | bound | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for name, default in _defaults().items():
+        rule, meaning = RULES[name], Settings.model_fields[name].description
+        shown = "unset" if default is None else f"`{json.dumps(default)}`"
+        lines.append(f"| `{name}` | {rule.type.split(' ', 1)[1]} | {shown} | {rule.bound} | {meaning} |")
+    lines += ["", "This file is generated from the settings model (`nitro.config.settings_markdown`)."]
+    return "\n".join(lines) + "\n"

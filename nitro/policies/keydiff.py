@@ -1,0 +1,46 @@
+"""Keep the tokens whose keys point away from the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nitro.policies.base import Policy, ScoreInput, row_norms, zero_rows
+
+# Keys and anchors shorter than this have no direction worth the name; they score 0, as if at right angles.
+_MIN_NORM = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDiff(Policy):
+    """KeyDiff (https://arxiv.org/abs/2504.15364): keys that differ from the rest draw much attention.
+
+    ``score_i = -cos(k_i, a)`` with the anchor ``a = mean_n k_n / ||k_n||`` over all slots of the (layer, KV head),
+    sinks and window among them. This is the paper's anchor over unit keys, not its cheaper form over raw keys, and
+    without its own recent window: Nitro's selection forces that. The keys are those in the cache, after RoPE.
+    """
+
+    name: ClassVar[str] = "keydiff"
+
+    def score(self, x: ScoreInput) -> Tensor:
+        """Return the negated cosine between each key and the anchor."""
+        norms = row_norms(x.keys)
+        bad = norms.isnan()
+        inverse = norms.clamp_min(_MIN_NORM).reciprocal()
+        keys = zero_rows(x.keys, bad)
+        # Layer by layer, so that what lies between stays in the processor's cache: several times faster on a CPU.
+        cosines = torch.stack([_cosines_to_anchor(*layer) for layer in zip(keys, inverse, strict=True)])
+        return -cosines.masked_fill(bad, math.nan)
+
+
+def _cosines_to_anchor(keys: Tensor, inverse_norms: Tensor) -> Tensor:
+    """Return ``[H, N]`` from keys ``[H, N, D]`` and ``[H, N]`` in one layer; zero keys do not count in the anchor."""
+    unit = keys * inverse_norms.nan_to_num(0.0).unsqueeze(-1)
+    anchor = unit.sum(dim=-2, keepdim=True)
+    anchor = anchor / torch.linalg.vector_norm(anchor, dim=-1, keepdim=True).clamp_min(_MIN_NORM)
+    # Products and sums rather than a matmul: a matmul's bits may depend on how many heads are in the batch.
+    return unit.mul_(anchor).sum(dim=-1)

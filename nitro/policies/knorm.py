@@ -1,0 +1,24 @@
+"""Keep the tokens whose keys are short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from nitro.policies.base import Policy, ScoreInput, row_norms
+
+
+@dataclass(frozen=True, slots=True)
+class KNorm(Policy):
+    """Devoto et al. (https://arxiv.org/abs/2406.11430): keys of low L2 norm draw much attention.
+
+    ``score_i = -||k_i||``. RoPE is a rotation, so cached keys have the norms of the keys before it.
+    """
+
+    name: ClassVar[str] = "knorm"
+
+    def score(self, x: ScoreInput) -> Tensor:
+        """Return the negated norm of each key."""
+        return -row_norms(x.keys)

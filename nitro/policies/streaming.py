@@ -1,0 +1,26 @@
+"""Keep the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nitro.policies.base import Policy, ScoreInput
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming(Policy):
+    """StreamingLLM (https://arxiv.org/abs/2309.17453): the sinks and the newest tokens stay.
+
+    ``score_i = position_i - logical_len``, the negated age. An age is exact in float32 up to 2**24 tokens, which a
+    position itself would not be for the newest tokens of a longer context.
+    """
+
+    name: ClassVar[str] = "streaming"
+
+    def score(self, x: ScoreInput) -> Tensor:
+        """Return the negated age of each slot, in tokens."""
+        return (x.positions - x.logical_len).to(torch.float32)
