@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import nitro
@@ -76,9 +78,9 @@ def hooking() -> Iterator[Finding]:
     faults = [fault for hook in compat.hooks() if (fault := hook.fault())]
     total = len(compat.hooks())
     yield Finding("hooks", "; ".join(faults) if faults else f"all {total} methods as expected", ok=not faults)
-    yield Finding("scheduler", f"{SCHEDULER} (async: {ASYNC_SCHEDULER.rsplit('.', 1)[1]})")
-    for stock, ours in STOCK_WORKERS.items():
-        yield Finding("worker", f"{ours} for {stock}")
+    pairs = {"Scheduler": SCHEDULER, "AsyncScheduler": ASYNC_SCHEDULER, **STOCK_WORKERS}
+    for stock, ours in pairs.items():
+        yield Finding(f"for {stock.rsplit('.', 1)[-1]}", ours.rsplit(".", 1)[-1])
 
 
 def model(name: str) -> Iterator[Finding]:
@@ -87,6 +89,9 @@ def model(name: str) -> Iterator[Finding]:
 
     from nitro.integration.vllm.refusals import reasons
 
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        yield Finding(name, "there is no such folder", ok=False)
+        return
     try:
         config = EngineArgs(model=name).create_engine_config()
     except Exception as error:  # whatever vLLM says about the model is the answer
@@ -118,16 +123,18 @@ def model(name: str) -> Iterator[Finding]:
 def run(name: str | None = None, *, console: Console | None = None) -> int:
     """Print the report; return 0 if everything that was asked about works, 1 otherwise."""
     console = console or Console()
-    logging_level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    del logging_level
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # this report is what the user asked for, not vLLM's log
     table = Table(title="nitro check", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", ratio=1)
     bad = 0
     sources = [environment(), plugin(), hooking(), *([model(name)] if name else [])]
     for source in sources:
         for finding in source:
             mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[finding.ok]
             bad += finding.ok is False
-            table.add_row(mark, finding.subject, finding.value)
+            table.add_row(mark, escape(finding.subject), escape(finding.value))
         table.add_section()
     console.print(table)
     if bad:
