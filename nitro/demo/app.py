@@ -46,6 +46,7 @@ def run(
     """
     if find_spec("matplotlib") is None:
         raise DemoError("the picture needs matplotlib: pip install 'nitro-kv[demo]'")
+    device.share_the_cores()
     settings.nitro_config()  # so that a bad setting is reported before anything is fetched or loaded
     prompts = texts.prompts(settings.requests)
     out.mkdir(parents=True, exist_ok=True)
