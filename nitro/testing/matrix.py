@@ -143,6 +143,7 @@ class Outcome:
 def engine(model: Path, scenario: Scenario, mode: Mode, **overrides: Any) -> Iterator[Any]:
     """Yield a ``vllm.LLM`` with Nitro for a scenario, and shut it down afterwards."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "in-process" else "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if mode == "tp2":  # one core per rank; vLLM binds by NUMA node otherwise, and most machines have one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
     else:

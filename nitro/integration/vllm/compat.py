@@ -11,7 +11,8 @@ from typing import Any
 
 from nitro.errors import UnsupportedError
 
-TESTED_MINORS = ("0.28", "0.30", "0.32")
+TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
+"""By device type; see docs/benchmarks.md for what was run."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
@@ -28,13 +29,26 @@ def minor_of(version: str) -> str:
     return f"{found[1]}.{found[2]}" if found else version
 
 
+def device_type() -> str:
+    """Return the device that vLLM runs on here: ``cpu``, ``cuda``, ..."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def tested_minors() -> tuple[str, ...]:
+    """Return the minor versions of vLLM that were tested with Nitro on this device."""
+    return TESTED_MINORS.get(device_type(), ())
+
+
 def untested_reason(version: str) -> str | None:
     """Say why this vLLM is refused, or return None if it is served."""
-    if minor_of(version) in TESTED_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
+    tested = tested_minors()
+    if minor_of(version) in tested or os.environ.get(ALLOW_UNTESTED) == "1":
         return None
     return (
-        f"vLLM {version} was never tested with Nitro (tested: {', '.join(TESTED_MINORS)}): install one of these, or "
-        f"set {ALLOW_UNTESTED}=1 to try it at your own risk"
+        f"vLLM {version} was never tested with Nitro on {device_type()} (tested: {', '.join(tested) or 'none'}): "
+        f"install one of these, or set {ALLOW_UNTESTED}=1 to try it at your own risk"
     )
 
 
@@ -93,5 +107,5 @@ def require_hooks() -> None:
     if faults:
         raise UnsupportedError(
             f"Nitro does not fit vLLM {vllm_version()}: " + "; ".join(faults) + ". Install a vLLM that Nitro was "
-            f"tested with ({', '.join(TESTED_MINORS)})"
+            f"tested with ({', '.join(tested_minors()) or 'none'})"
         )
