@@ -110,15 +110,15 @@ class Outcome:
     pool_whole: bool
     left_over: int
 
-    def faults(self, scenario: Scenario) -> list[str]:
+    def faults(self, scenario: Scenario, *, tie: float = TIE, logprob_error: float = LOGPROB_ERROR) -> list[str]:
         """Return what is wrong, or what was not exercised although the scenario is there for it."""
         found = []
-        wrong = [m for m in self.report.mismatches if m.gap >= TIE]
+        wrong = [m for m in self.report.mismatches if m.gap >= tie]
         if wrong:
             found.append(f"{len(wrong)} mismatches, first: {wrong[0]}")
-        if self.report.max_logprob_error > LOGPROB_ERROR:
+        if self.report.max_logprob_error > logprob_error:
             found.append(
-                f"log-probabilities differ by up to {self.report.max_logprob_error:.1e} (bound {LOGPROB_ERROR})"
+                f"log-probabilities differ by up to {self.report.max_logprob_error:.1e} (bound {logprob_error})"
             )
         if self.report.evictions < len(scenario.prompts):
             found.append(f"only {self.report.evictions} evictions for {len(scenario.prompts)} requests")

@@ -11,6 +11,10 @@ from nitro.testing import matrix, models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
+# Triton attention multiplies fp32 matrices as tf32 (10 bits of mantissa): on the tiny models' wide logits that moves a
+# log-probability by up to 0.055, with and without evictions. A wrong keep set moves it by units.
+NOISE = 0.2
+
 GRAPHS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "piecewise": {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
@@ -22,14 +26,27 @@ GRAPHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", matrix.SCENARIOS)
 def test_row(tmp_path: Path, name: str, graphs: str) -> None:
     path = models.make_tiny_model(tmp_path / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=1024)
-    scenario, faults, notes = matrix.SCENARIOS[name], {}, {}
+    scenario, faults = matrix.SCENARIOS[name], {}
     reference = models.load_model(path)
-    with matrix.engine(path, scenario, "in-process", attention_backend="TRITON_ATTN", **GRAPHS[graphs]) as llm:
+    with matrix.engine(
+        path, scenario, "in-process", attention_backend="TRITON_ATTN", gpu_memory_utilization=0.4, **GRAPHS[graphs]
+    ) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         for policy in matrix.POLICIES:
             outcome = matrix.run_cell(llm, reference, scenario, policy)
-            notes[policy] = str(outcome.report)
-            if found := outcome.faults(scenario):
+            print(f"CELL {name} {graphs} {policy}: {outcome.report}; {outcome.preemptions} preemptions")
+            if found := outcome.faults(scenario, tie=NOISE, logprob_error=NOISE):
                 faults[policy] = found
-    print(f"{name} {graphs}: {notes['keydiff']}")
     assert not faults
+
+
+def test_noise_floor(tmp_path: Path) -> None:
+    path = models.make_tiny_model(tmp_path / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=1024)
+    scenario = matrix.variant(matrix.SCENARIOS["plain"], budget=480)  # no request grows that long
+    with matrix.engine(
+        path, scenario, "in-process", attention_backend="TRITON_ATTN", gpu_memory_utilization=0.4, **GRAPHS["eager"]
+    ) as llm:
+        outcome = matrix.run_cell(llm, models.load_model(path), scenario, "keydiff")
+    print(f"CELL without evictions: {outcome.report}")
+    assert outcome.report.evictions == 0
+    assert outcome.report.max_logprob_error < NOISE

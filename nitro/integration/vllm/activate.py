@@ -16,7 +16,7 @@ KEY = "nitro"
 SCHEDULER = "nitro.integration.vllm.scheduler.NitroScheduler"
 ASYNC_SCHEDULER = "nitro.integration.vllm.scheduler.NitroAsyncScheduler"
 STOCK_WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "nitro.integration.vllm.worker.NitroCPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "nitro.integration.vllm.worker_cpu.NitroCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "nitro.integration.vllm.worker.NitroGPUWorker",
 }
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nitro import policies
@@ -61,7 +60,7 @@ def _attention_layers(runner: GPUModelRunner, names: list[str]) -> list[Any]:
     return layers
 
 
-class _NitroRunnerMixin(GPUModelRunner):
+class NitroRunnerMixin(GPUModelRunner):
     """Compacts before a step reads the cache, and shows attention the slots that are held instead of all tokens."""
 
     nitro: Compactor
@@ -157,23 +156,17 @@ class _NitroRunnerMixin(GPUModelRunner):
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], physical)
 
 
-class NitroGPUModelRunner(_NitroRunnerMixin, GPUModelRunner):
+class NitroGPUModelRunner(NitroRunnerMixin, GPUModelRunner):
     """vLLM's V1 GPU model runner with eviction."""
 
 
-class NitroCPUModelRunner(_NitroRunnerMixin, CPUModelRunner):
-    """vLLM's CPU model runner with eviction."""
-
-
-def adopt(runner: GPUModelRunner) -> None:
+def adopt(runner: GPUModelRunner, stock: type[GPUModelRunner], target: type[NitroRunnerMixin]) -> None:
     """Turn a stock V1 model runner into Nitro's, before it loads a model.
 
     Raises:
-        UnsupportedError: it is not one of vLLM's own V1 runners.
+        UnsupportedError: it is not vLLM's own V1 runner for this device.
     """
-    known: dict[type, type] = {CPUModelRunner: NitroCPUModelRunner, GPUModelRunner: NitroGPUModelRunner}
-    target = known.get(type(runner))
-    if target is None:
+    if type(runner) is not stock:
         raise UnsupportedError(
             f"model runner {type(runner).__module__}.{type(runner).__name__} is not supported; Nitro needs vLLM's V1 "
             "runner (VLLM_USE_V2_MODEL_RUNNER=0)"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from nitro import policies
 from nitro.compactor import Compactor
-from nitro.integration.vllm.runner_v1 import adopt
+from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin, adopt
 
 
-class _NitroWorkerMixin(Worker):
+class NitroWorkerMixin(Worker):
+    """Installs Nitro's model runner, and answers questions about it."""
+
+    stock_runner: ClassVar[type[GPUModelRunner]] = GPUModelRunner
+    nitro_runner: ClassVar[type[NitroRunnerMixin]] = NitroGPUModelRunner
+
     def init_device(self) -> None:
         """Initialise the device, and take over the model runner before it loads a model."""
         super().init_device()
-        adopt(self.model_runner)
+        adopt(self.model_runner, self.stock_runner, self.nitro_runner)
 
     @property
     def _nitro(self) -> Compactor:
@@ -64,9 +69,5 @@ class _NitroWorkerMixin(Worker):
         return taken
 
 
-class NitroCPUWorker(_NitroWorkerMixin, CPUWorker):
-    """vLLM's CPU worker with eviction."""
-
-
-class NitroGPUWorker(_NitroWorkerMixin, Worker):
+class NitroGPUWorker(NitroWorkerMixin, Worker):
     """vLLM's GPU worker with eviction."""

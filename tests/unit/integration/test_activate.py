@@ -42,7 +42,7 @@ def test_without_the_key_vllm_stays_stock(configure: Configure) -> None:
 def test_with_the_key_scheduler_and_worker_are_nitros(configure: Configure, args_class: type[EngineArgs]) -> None:
     config = configure(args_class, additional_config={"nitro": {"budget": 64}, "other": 1})
     assert config.scheduler_config.get_scheduler_cls().__name__ == "NitroScheduler"
-    assert config.parallel_config.worker_cls == "nitro.integration.vllm.worker.NitroCPUWorker"
+    assert config.parallel_config.worker_cls == "nitro.integration.vllm.worker_cpu.NitroCPUWorker"
     assert config.additional_config["other"] == 1
     assert config.additional_config["nitro"]["window"] == 32, "defaults are filled in for the other processes"
 
