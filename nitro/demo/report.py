@@ -16,7 +16,7 @@ from nitro.demo.settings import DemoSettings
 from nitro.demo.summary import SAME_WITHIN, Row
 from nitro.demo.texts import Prompt
 
-_COLOURS = {"better": "green", "same": "dim", "worse": "red"}
+_COLOURS = {"better": "green", "same": "dim", "unclear": "yellow", "worse": "red"}
 SAMPLE_CHARACTERS = 700
 
 
@@ -29,8 +29,8 @@ def table(rows: Sequence[Row], stock: Run, nitro: Run, settings: DemoSettings, m
         f"one pool of {stock.pool_blocks} blocks of {stock.block_size} tokens",
         caption=f"Nitro: policy {settings.policy}, budget {settings.budget}, slack {settings.slack}; "
         f"{counters.evictions:,} evictions dropped {counters.tokens_evicted:,} tokens and gave back "
-        f"{counters.blocks_freed:,} blocks. Same: within {SAME_WITHIN:.0%}, or within two standard errors of the "
-        "differences between answers to the same prompt.",
+        f"{counters.blocks_freed:,} blocks. Same: within {SAME_WITHIN:.0%}. Unclear: within two standard errors of the "
+        "difference between answers to the same prompts.",
         box=box.SIMPLE_HEAD,
     )
     made.add_column("")

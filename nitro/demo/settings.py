@@ -14,7 +14,8 @@ class DemoSettings:
     """The workload and the engine. The defaults are sized for two CPU cores and SmolLM2-135M.
 
     Sampling is seeded per engine, not per request: vLLM's CPU sampler cannot rewind a request's own generator, which
-    chunked prefill and preemption need. The schedule is deterministic, so a run can still be repeated exactly.
+    chunked prefill and preemption need. The schedule is deterministic, so that the same machine repeats a run token
+    for token.
 
     Attributes:
         requests: questions asked at once, each about its own passage.
@@ -30,9 +31,9 @@ class DemoSettings:
         max_batched_tokens: tokens that an engine step may compute; longer prompts are prefilled in chunks.
     """
 
-    requests: int = 20
+    requests: int = 16
     output_tokens: int = 256
-    pool_tokens: int = 5120
+    pool_tokens: int = 4096
     policy: str = "keydiff"
     budget: int = 160
     slack: int = 32

@@ -12,6 +12,7 @@ from nitro.demo.quality import repeated_ngram_ratio, unique_word_ratio
 from nitro.demo.records import Run
 
 Better = Literal["lower", "higher"]
+Verdict = Literal["better", "same", "worse", "unclear"]
 # Figures closer than this are called the same.
 SAME_WITHIN = 0.01
 
@@ -27,7 +28,7 @@ class Row:
         nitro: Nitro's value.
         better: which values are better.
         digits: decimals shown.
-        noise: differences up to this are within the noise; 0 for figures that are counted, not estimated.
+        noise: two standard errors of the difference; 0 for figures that are counted, not estimated.
     """
 
     key: str
@@ -44,10 +45,13 @@ class Row:
         return self.nitro / self.stock if self.stock else None
 
     @property
-    def verdict(self) -> Literal["better", "same", "worse"]:
-        """How Nitro compares with stock."""
-        if abs(self.nitro - self.stock) <= max(self.noise, SAME_WITHIN * max(abs(self.stock), abs(self.nitro))):
+    def verdict(self) -> Verdict:
+        """How Nitro compares with stock; unclear where the difference may be chance."""
+        gap = abs(self.nitro - self.stock)
+        if gap <= SAME_WITHIN * max(abs(self.stock), abs(self.nitro)):
             return "same"
+        if gap <= self.noise:
+            return "unclear"
         return "better" if (self.nitro < self.stock) == (self.better == "lower") else "worse"
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,16 +141,11 @@ def conclusion(table: Sequence[Row], requests: int) -> str:
     """Return the measured saving, and its price, in one sentence."""
     found = {row.key: row for row in table}
     blocks, running, speed, nll = (found[k] for k in ("blocks_at_end", "running_mean", "output_tokens_per_s", "nll"))
-    change = nll.nitro - nll.stock
-    likelihood = (
-        f"{abs(change):.2f} nats per token {'less' if change > 0 else 'more'} likely under the full-cache model"
-    )
-    if nll.verdict == "same":
-        likelihood = "as likely under the full-cache model"
     return (
         f"In the same pool, Nitro held {_against(blocks)} KV blocks per finished request, ran {_against(running)} "
         f"of {requests} requests at once and generated {_against(speed)} tokens per second; "
-        f"its answers are {likelihood}."
+        f"its answers' NLL under the full-cache model differs by {nll.nitro - nll.stock:+.2f} ± {nll.noise:.2f} nats "
+        "per token (positive is worse)."
     )
 
 

@@ -27,8 +27,8 @@ QUESTIONS = (
     "What do money and rank mean to the people in this passage? Give examples.",
     "Turn this passage into a scene of a play, with stage directions.",
 )
-# About 450 tokens of English prose; paragraphs are kept whole, so passages vary by a few hundred characters.
-PASSAGE_CHARACTERS = 1900
+# About 420 tokens of English prose; paragraphs are kept whole, so passages vary by a few hundred characters.
+PASSAGE_CHARACTERS = 1750
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,8 @@ def test_rows_have_the_runs_figures() -> None:
         (100, 110, "lower", 0, "worse"),
         (100, 110, "higher", 0, "better"),
         (100, 90, "higher", 0, "worse"),
-        (100, 110, "lower", 11, "same"),
+        (100, 110, "lower", 11, "unclear"),
+        (100, 100.5, "lower", 11, "same"),
         (100, 110, "lower", 9, "worse"),
         (0, 0, "lower", 0, "same"),
         (0, 3, "lower", 0, "worse"),
@@ -224,9 +225,9 @@ def test_the_conclusion_says_what_it_cost() -> None:
     said = summary.conclusion(table, 2)
     assert "1.5 instead of 6.0 KV blocks" in said
     assert "1.6 instead of 1.6 of 2 requests" in said
-    assert "0.55 nats per token less likely" in said
+    assert "differs by +0.55 ± 0.10 nats per token" in said
     table = summary.rows(make_run("stock"), make_run("nitro"), [[1.5, 1.6], [1.0, 1.0]])
-    assert "0.55 nats per token more likely" in summary.conclusion(table, 2)
+    assert "differs by -0.55 ± 0.10 nats per token" in summary.conclusion(table, 2)
 
 
 # Records and settings

@@ -136,17 +136,11 @@ def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
     assert metric(url, "vllm:kv_cache_usage_perc") == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [({"nitro": {"budgt": 5}}, "budget"), ({"nitro": {"budget": 64, "policy": "nope"}}, "streaming")],
-)
-def test_wrong_settings_stop_the_server_before_weights_are_loaded(
-    tiny: Callable[[str], Path], settings: object, says: str
-) -> None:
-    command = serve_command(tiny("llama-gqa"), 1, settings)
+def test_wrong_settings_stop_the_server_before_weights_are_loaded(tiny: Callable[[str], Path]) -> None:
+    command = serve_command(tiny("llama-gqa"), 1, {"nitro": {"budgt": 5}})
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200, check=False)
     assert done.returncode != 0
     output = done.stdout + done.stderr
     assert "SettingsError" in output
-    assert says in output
+    assert "unknown key 'budgt' (value 5), did you mean 'budget'?" in output
     assert "Loading weights" not in output
