@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
 unset PYTHONPATH  # it would shadow the package that was installed
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # spinning OpenMP threads starve the other processes of an engine
 
 stage() {
   printf '\n[%s] %s\n' "$1" "$2"
