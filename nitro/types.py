@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,27 @@ class KeepRecord:
     run: int
     logical_len: int
     kept: IntArray
+
+
+def to_wire(record: KeepRecord) -> dict[str, Any]:
+    """Return a record as strings, ints and bytes, which every serialiser of vLLM carries (``from_wire`` inverts it).
+
+    vLLM's message encoding passes neither dataclasses nor arrays unless its insecure (pickling) mode is on.
+    """
+    kept = np.ascontiguousarray(record.kept, dtype="<i4")
+    return {
+        "request_id": record.request_id,
+        "run": record.run,
+        "logical_len": record.logical_len,
+        "shape": list(kept.shape),
+        "kept": kept.tobytes(),
+    }
+
+
+def from_wire(wire: Mapping[str, Any]) -> KeepRecord:
+    """Return the record that ``to_wire`` was given."""
+    kept = np.frombuffer(wire["kept"], dtype="<i4").astype(np.int32).reshape(tuple(wire["shape"]))
+    return KeepRecord(str(wire["request_id"]), int(wire["run"]), int(wire["logical_len"]), kept)
 
 
 @dataclass(frozen=True, slots=True)

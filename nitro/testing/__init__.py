@@ -11,7 +11,7 @@ from nitro.testing.masked import masked_logits
 from nitro.testing.models import Arch, load_model, make_tiny_model
 from nitro.testing.oracle import check_recording, check_request
 from nitro.testing.pool import PoolState, assert_pool_whole
-from nitro.testing.recording import Recording, check_records, from_wire, to_wire
+from nitro.testing.recording import Recording, check_records
 from nitro.testing.report import Generated, Mismatch, Report
 from nitro.testing.visibility import Visibility
 
@@ -27,9 +27,7 @@ __all__ = [
     "check_recording",
     "check_records",
     "check_request",
-    "from_wire",
     "load_model",
     "make_tiny_model",
     "masked_logits",
-    "to_wire",
 ]

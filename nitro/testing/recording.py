@@ -1,6 +1,6 @@
 """What an engine recorded about its evictions, merged from its tensor-parallel ranks and checked for contradictions.
 
-A record crosses vLLM's process boundary as plain values (see `to_wire`): vLLM's message encoding passes neither
+A record crosses vLLM's process boundary as plain values (see `nitro.types.to_wire`): vLLM's message encoding passes neither
 dataclasses nor large arrays through an untyped `collective_rpc` unless its insecure (pickling) mode is on.
 """
 
@@ -14,25 +14,7 @@ from typing import Any
 import numpy as np
 
 from nitro.errors import IntegrityError
-from nitro.types import IntArray, KeepRecord
-
-
-def to_wire(record: KeepRecord) -> dict[str, Any]:
-    """The record as strings, ints and bytes, which every serialiser of vLLM carries."""
-    kept = np.ascontiguousarray(record.kept, dtype="<i4")
-    return {
-        "request_id": record.request_id,
-        "run": record.run,
-        "logical_len": record.logical_len,
-        "shape": list(kept.shape),
-        "kept": kept.tobytes(),
-    }
-
-
-def from_wire(wire: Mapping[str, Any]) -> KeepRecord:
-    """The inverse of `to_wire`."""
-    kept = np.frombuffer(wire["kept"], dtype="<i4").astype(np.int32).reshape(tuple(wire["shape"]))
-    return KeepRecord(str(wire["request_id"]), int(wire["run"]), int(wire["logical_len"]), kept)
+from nitro.types import IntArray, KeepRecord, from_wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,13 @@ from nitro.testing import (
     check_recording,
     check_records,
     check_request,
-    from_wire,
     load_model,
     make_tiny_model,
     masked_logits,
-    to_wire,
 )
 from nitro.testing.naive import EvictionRule, NaiveDecoder, NaiveResult, scattered, streaming
 from nitro.testing.visibility import kv_owners
-from nitro.types import KeepRecord
+from nitro.types import KeepRecord, from_wire, to_wire
 
 Loader = Callable[[Arch, int], PreTrainedModel]
 

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from nitro import policies
 from nitro.compactor import Compactor
 from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin, adopt
+from nitro.types import to_wire
 
 
 class NitroWorkerMixin(Worker):
@@ -43,24 +44,12 @@ class NitroWorkerMixin(Worker):
         self.model_runner.nitro_run_starts.clear()
 
     def nitro_take_recording(self) -> dict[str, Any]:
-        """Return and clear the recording, as plain values that survive vLLM's message encoding.
-
-        ``kept`` are the bytes of an int32 array of shape ``shape``.
-        """
+        """Return and clear the recording, as plain values (see ``nitro.types.to_wire``)."""
         records = self._nitro.records or []
         taken = {
             "rank": self.model_runner.parallel_config.rank % self.model_runner.parallel_config.tensor_parallel_size,
             "tp": self.model_runner.parallel_config.tensor_parallel_size,
-            "records": [
-                {
-                    "request_id": record.request_id,
-                    "run": record.run,
-                    "logical_len": record.logical_len,
-                    "shape": list(record.kept.shape),
-                    "kept": record.kept.tobytes(),
-                }
-                for record in records
-            ],
+            "records": [to_wire(record) for record in records],
             "run_starts": {key: list(value) for key, value in self.model_runner.nitro_run_starts.items()},
         }
         if self._nitro.records is not None:
