@@ -1,7 +1,6 @@
 """What an engine recorded about its evictions, merged from its tensor-parallel ranks and checked for contradictions.
 
-A record crosses vLLM's process boundary as plain values (see `nitro.types.to_wire`): vLLM's message encoding passes neither
-dataclasses nor large arrays through an untyped `collective_rpc` unless its insecure (pickling) mode is on.
+Records cross vLLM's process boundary as plain values: see `nitro.types.to_wire`.
 """
 
 from __future__ import annotations
