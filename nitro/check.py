@@ -89,9 +89,6 @@ def model(name: str) -> Iterator[Finding]:
 
     from nitro.integration.vllm.refusals import reasons
 
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        yield Finding(name, "there is no such folder", ok=False)
-        return
     try:
         config = EngineArgs(model=name).create_engine_config()
     except Exception as error:  # whatever vLLM says about the model is the answer
@@ -100,7 +97,9 @@ def model(name: str) -> Iterator[Finding]:
     made = config.model_config
     layers = made.get_num_layers(config.parallel_config)
     heads, dim = made.get_total_num_kv_heads(), made.get_head_size()
-    yield Finding("model", f"{', '.join(made.architectures)}: {layers} layers, {heads} KV heads of {dim}, {made.dtype}")
+    yield Finding(
+        "model", f"{', '.join(made.architectures)}: {layers} layers, {heads} KV heads of {dim}, served in {made.dtype}"
+    )
     yield Finding("runner", "V2" if config.use_v2_model_runner else "V1")
     size = 2 * layers * heads * dim * made.dtype.itemsize
     yield Finding(
@@ -128,15 +127,19 @@ def run(name: str | None = None, *, console: Console | None = None) -> int:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold", ratio=1)
+    if name and not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        print(f"nitro check: {name}: there is no such folder", file=sys.stderr)
+        return 1
     bad = 0
     sources = [environment(), plugin(), hooking(), *([model(name)] if name else [])]
-    for source in sources:
-        for finding in source:
-            mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[finding.ok]
-            bad += finding.ok is False
-            table.add_row(mark, escape(finding.subject), escape(finding.value))
-        table.add_section()
+    with console.status("importing torch and vLLM, which takes a while"):
+        for source in sources:
+            for finding in source:
+                mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[finding.ok]
+                bad += finding.ok is False
+                table.add_row(mark, escape(finding.subject), escape(finding.value))
+            table.add_section()
     console.print(table)
     if bad:
-        print(f"nitro check: {bad} problem(s)", file=sys.stderr)
+        print(f"nitro check: {bad} problem{'s' * (bad > 1)}", file=sys.stderr)
     return 1 if bad else 0

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import nitro
 from nitro.demo.settings import DemoSettings
 from nitro.errors import NitroError
 
@@ -19,6 +20,21 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _DEFAULT = DemoSettings()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nitro {nitro.__version__}")
+        raise typer.Exit
+
+
+@main.callback()
+def options(
+    version: Annotated[  # handled in its callback
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KV-cache eviction for stock vLLM."""
 
 
 @main.command()

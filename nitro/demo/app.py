@@ -91,7 +91,7 @@ def run(
         console,
         report.table(rows, stock, nitro, settings, folder.name),
         report.samples(index, prompts[index], stock, nitro, nll, console.width),
-        Text(f"picture  {picture}\ndata     {data}"),
+        Text(f"model    {folder}\npicture  {picture}\ndata     {data}"),
         Text(sentence, style="bold"),
     )
     return record
@@ -147,6 +147,8 @@ def _phase(bars: Progress, seconds: dict[str, float], key: str, label: str, tota
     """Show one phase as a bar, and record how long it took."""
     started = time.perf_counter()
     task = bars.add_task(label, total=total)
+    if not bars.console.is_terminal:
+        bars.console.print(f"{label} ...")
     yield task
     seconds[key] = time.perf_counter() - started
     bars.update(task, description=label, total=total or 1, completed=total or 1)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from nitro.config import Settings
+from nitro.errors import SettingsError
 from nitro.integration.vllm.compat import require_hooks
 from nitro.integration.vllm.refusals import require_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger("vllm.plugins.nitro")
 KEY = "nitro"
 SCHEDULER = "nitro.integration.vllm.scheduler.NitroScheduler"
 ASYNC_SCHEDULER = "nitro.integration.vllm.scheduler.NitroAsyncScheduler"
@@ -33,9 +38,31 @@ def settings_in(additional_config: object) -> Settings | None:
     Raises:
         SettingsError: they are wrong.
     """
-    if not isinstance(additional_config, dict) or additional_config.get(KEY) is None:
+    if not isinstance(additional_config, dict):
+        return None
+    if additional_config.get(KEY) is None:
+        _complain_of_near_misses(additional_config)
         return None
     return Settings.parse(additional_config[KEY])
+
+
+def _complain_of_near_misses(additional_config: dict[Any, Any]) -> None:
+    """Do not let a misspelt or forgotten outer key pass as "Nitro is off".
+
+    Raises:
+        SettingsError: a key that looks like ``nitro``; other plugins' keys, and ``"nitro": null``, are left alone.
+    """
+    for key in additional_config:
+        if key != KEY and isinstance(key, str) and get_close_matches(key.lower(), [KEY], cutoff=0.8):
+            raise SettingsError(f"unknown key {key!r} in additional_config, did you mean {KEY!r}? Rename or remove it")
+    loose = sorted(set(additional_config) & set(Settings.model_fields))
+    if loose and KEY not in additional_config:
+        logger.warning(
+            'additional_config has %s, but no "%s" object, so Nitro stays off: write {"%s": {...}}',
+            ", ".join(loose),
+            KEY,
+            KEY,
+        )
 
 
 def activate(config: VllmConfig, settings: Settings) -> None:
@@ -46,6 +73,14 @@ def activate(config: VllmConfig, settings: Settings) -> None:
     """
     require_supported(config)
     require_hooks()
+    length = config.model_config.max_model_len
+    if settings.budget is not None and settings.budget + settings.slack > length:
+        logger.warning(
+            "Nitro will never evict: budget=%d plus slack=%d is more than max_model_len=%d; lower them",
+            settings.budget,
+            settings.slack,
+            length,
+        )
     additional = config.additional_config
     assert isinstance(additional, dict)  # settings_in found the settings in it
     config.additional_config = {**additional, KEY: settings.to_dict()}

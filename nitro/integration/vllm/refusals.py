@@ -10,6 +10,7 @@ from nitro.errors import UnsupportedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+ALIBI_ARCHITECTURES = {"BloomForCausalLM", "JAISLMHeadModel", "Step1ForCausalLM"}
 QUANTISED_KV = ("fp8", "int8", "int4", "nvfp4", "turboquant")
 
 
@@ -20,6 +21,19 @@ def _get(config: object, *names: str) -> Any:
         if config is None:
             return None
     return config
+
+
+def _uses_alibi(model: Any) -> bool:
+    """Return whether a model adds ALiBi's bias; some configurations say so, some architectures always do."""
+    text = _get(model, "hf_text_config")
+    said = _get(text, "alibi") or _get(text, "use_alibi") or _get(text, "position_embedding_type") == "alibi"
+    attention = _get(text, "attn_config")  # MPT
+    if isinstance(attention, dict):
+        said = said or attention.get("alibi")
+    architectures = set(_get(model, "architectures") or ())
+    # The 13B Baichuan models have ALiBi, the 7B ones (hidden size 4096) RoPE, under the same name.
+    baichuan = "BaichuanForCausalLM" in architectures and _get(text, "hidden_size") != 4096
+    return bool(said) or baichuan or bool(architectures & ALIBI_ARCHITECTURES)
 
 
 def model_reasons(config: VllmConfig) -> Iterator[str]:
@@ -51,7 +65,7 @@ def model_reasons(config: VllmConfig) -> Iterator[str]:
         )
     if _get(text, "attention_chunk_size"):
         yield "chunked local attention is not supported yet; serve this model without Nitro"
-    if _get(text, "alibi") or _get(text, "use_alibi"):
+    if _uses_alibi(model):
         yield "ALiBi adds a bias per slot, which is wrong once tokens move; serve this model without Nitro"
 
 

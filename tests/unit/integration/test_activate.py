@@ -72,6 +72,39 @@ def test_wrong_settings_stop_before_the_model_is_even_looked_at(
         configure(model=str(tmp_path), additional_config={"nitro": settings})
 
 
+@pytest.mark.parametrize("key", ["Nitro", "NITRO", "nitr0", "nitros"])
+def test_a_misspelt_outer_key_is_an_error(configure: Configure, key: str) -> None:
+    with pytest.raises(nitro.SettingsError, match="did you mean 'nitro'"):
+        configure(additional_config={key: {"budget": 64}})
+
+
+def test_settings_without_the_outer_key_are_warned_about(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(activate.logger, "warning", lambda text, *values: said.append(text % values))
+    config = configure(additional_config={"policy": "keydiff", "budget": 64})
+    assert config.scheduler_config.scheduler_cls is None
+    assert said
+    assert all("budget, policy" in line and "Nitro stays off" in line for line in said)
+
+
+@pytest.mark.parametrize("other", [{"nitro": None}, {"ascend": {"budget": 1}}, {}])
+def test_other_plugins_configurations_are_none_of_our_business(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(activate.logger, "warning", lambda text, *values: pytest.fail(text % values))
+    assert configure(additional_config=other).scheduler_config.scheduler_cls is None
+
+
+def test_a_budget_that_never_binds_is_warned_about(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(activate.logger, "warning", lambda text, *values: said.append(text % values))
+    configure(additional_config=nitro.vllm_config(budget=192, slack=64))
+    assert not said
+    configure(additional_config=nitro.vllm_config(budget=193, slack=64))
+    assert said
+    assert "budget=193 plus slack=64 is more than max_model_len=256" in said[0]
+
+
 def test_schedulers_and_workers_of_others_are_not_replaced(configure: Configure) -> None:
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     with pytest.raises(nitro.UnsupportedError, match="drop --scheduler-cls"):

@@ -87,6 +87,8 @@ def write_config(path: Path, source: Path, **changes: Any) -> Path:
             "window 64",
         ),
         ("alibi", {"alibi": True}, "ALiBi"),
+        ("bloom", {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_head": 4, "n_layer": 2}, "ALiBi"),
+        ("mpt-like", {"attn_config": {"alibi": True}}, "ALiBi"),
         ("chunked", {"attention_chunk_size": 128}, "chunked local attention"),
     ],
 )
