@@ -73,7 +73,7 @@ class Compactor:
             caches: one per attention layer of this worker.
             layers: their global layer indices.
             heads: global indices of this worker's KV heads, the same in all layers.
-            policy: scores the tokens; replaceable at any time, since counts do not depend on it.
+            policy: scores the tokens; see ``set_policy``.
             sinks: first tokens that always stay.
             window: newest tokens that always stay.
             seed: of the policies that draw random numbers.
@@ -82,11 +82,41 @@ class Compactor:
         device = self.caches[0].device
         self.layers = torch.tensor(layers, dtype=torch.int64, device=device)
         self.heads = torch.tensor(heads, dtype=torch.int64, device=device)
-        self.policy = policy
         self.sinks, self.window, self.seed = sinks, window, seed
         self.counters = Counters()
         self.records: list[KeepRecord] | None = None
         self._requests: dict[str, _Request] = {}
+        self.set_policy(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype.
+
+        Raises:
+            SettingsError: the policy breaks its contract; better now than in the first long request.
+        """
+        length = 2 * self.window + self.sinks + 1
+        drawn = [cache.gather(torch.zeros(1, dtype=torch.int64), 1)[0] for cache in self.caches]
+        shape = (len(self.caches), drawn[0].shape[0], length, drawn[0].shape[-1])
+        keys, values = (torch.randn(shape, device=drawn[0].device).to(drawn[0].dtype) for _ in range(2))
+        positions = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
+        checked_score(policy, self._input(keys, values, positions, slice(None), 0, length))
+        self.policy = policy
+
+    def _input(
+        self, keys: Tensor, values: Tensor, positions: Tensor, group: slice, key: int, logical_len: int
+    ) -> ScoreInput:
+        return ScoreInput(
+            keys=keys,
+            values=values,
+            positions=positions,
+            layers=self.layers[group],
+            heads=self.heads,
+            request_key=key,
+            logical_len=logical_len,
+            sinks=self.sinks,
+            window=self.window,
+            seed=self.seed,
+        )
 
     def evicted(self, request_id: str) -> int:
         """Return how many tokens a request has lost."""
@@ -127,21 +157,8 @@ class Compactor:
             keys = torch.stack([k for k, _ in gathered])
             values = torch.stack([v for _, v in gathered])
             where = positions[start:stop].to(device)
-            scores = checked_score(
-                self.policy,
-                ScoreInput(
-                    keys=keys,
-                    values=values,
-                    positions=where,
-                    layers=self.layers[start:stop],
-                    heads=self.heads,
-                    request_key=key,
-                    logical_len=eviction.logical_len,
-                    sinks=self.sinks,
-                    window=self.window,
-                    seed=self.seed,
-                ),
-            )
+            group = slice(start, stop)
+            scores = checked_score(self.policy, self._input(keys, values, where, group, key, eviction.logical_len))
             index = select_topk_ref(scores, keep, eviction.protect, self.window)
             kept[start:stop] = where.gather(-1, index)
             for offset, cache in enumerate(self.caches[start:stop]):

@@ -90,7 +90,7 @@ class Counters:
     Attributes:
         evictions: evictions applied (one request in one step counts as one).
         tokens_evicted: tokens dropped from the cache, counted once per request (not per layer or head).
-        blocks_freed: blocks given back to the pool by evictions, net of the fresh blocks they took.
+        blocks_freed: blocks given back to the pool by evictions, less the fresh blocks that these took from it.
     """
 
     evictions: int = 0

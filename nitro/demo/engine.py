@@ -141,7 +141,7 @@ def _tokenize(tokenizer: Any, text: str) -> list[int]:
 
 def _counters(scheduler: Any) -> Counters | None:
     side = getattr(scheduler, "nitro", None)
-    return None if side is None else side.collector.counters
+    return None if side is None else side.counters
 
 
 def _versions() -> dict[str, str]:

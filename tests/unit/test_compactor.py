@@ -138,6 +138,9 @@ def test_a_policy_that_breaks_its_contract_is_named() -> None:
             return torch.zeros(1)
 
     compactor, _ = make()
+    with pytest.raises(SettingsError, match="broken"):
+        compactor.set_policy(Broken())
+    assert compactor.policy == policies.get("keydiff"), "the old one stays"
     compactor.policy = Broken()
     with pytest.raises(SettingsError, match="broken"):
         compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")

@@ -65,6 +65,8 @@ def model_reasons(config: VllmConfig) -> Iterator[str]:
         )
     if _get(text, "attention_chunk_size"):
         yield "chunked local attention is not supported yet; serve this model without Nitro"
+    if _get(text, "dual_chunk_attention_config"):
+        yield "dual chunk attention was never tested with eviction; serve this model without Nitro"
     if _uses_alibi(model):
         yield "ALiBi adds a bias per slot, which is wrong once tokens move; serve this model without Nitro"
 

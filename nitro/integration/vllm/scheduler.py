@@ -72,7 +72,9 @@ class SchedulerSide:
             # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
             admission = cdiv(self.rule.peak(scheduler.max_model_len, chunk), self.manager.block_size) + 1
         NitroFullAttentionManager.adopt(self.manager, self.collector, admission)
+        self.counters = Counters()
         self.reported = Counters()
+        self._net_freed = 0
         logger.info(
             "Nitro %s is active on vLLM %s: %s; %d blocks of %d tokens",
             nitro.__version__,
@@ -81,6 +83,15 @@ class SchedulerSide:
             self.pool.num_gpu_blocks - 1,
             self.manager.block_size,
         )
+        budget, size = settings.budget, self.manager.block_size
+        if budget is not None and cdiv(budget, size) == cdiv(budget + settings.slack, size):
+            logger.info(
+                "budget=%d plus slack=%d ends in the same block of %d tokens as the budget alone: evictions keep a "
+                "request from growing, but free blocks only at the end of its prefill",
+                budget,
+                settings.slack,
+                size,
+            )
 
     def plan(self, running: list[Request]) -> list[Eviction]:
         """Evict from every running request that is due, and free what it gives up.
@@ -88,8 +99,11 @@ class SchedulerSide:
         All destinations are fixed before the first block is freed: a freed block is the first to be reused, so that
         otherwise one request's destination could be another one's source within the same step.
         """
+        free = self.pool.get_num_free_blocks()
         pending = [found for request in running if (found := self._prepare(request)) is not None]
-        return [self._commit(item) for item in pending]
+        evictions = [self._commit(item) for item in pending]
+        self._net_freed += self.pool.get_num_free_blocks() - free
+        return evictions
 
     def _prepare(self, request: Request) -> _Pending | None:
         computed = request.num_computed_tokens
@@ -102,10 +116,12 @@ class SchedulerSide:
         reusable = np.fromiter((b.ref_cnt == 1 and b.block_hash is None for b in blocks), np.uint8, len(blocks))
         destination = self.collector.plan(request.request_id, ids, reusable, physical, keep)
         missing = np.flatnonzero(destination < 0)
-        if missing.size > self.pool.get_num_free_blocks():
-            # No room for copies: take the request's own cached blocks out of the prefix cache and reuse them.
-            own = [i for i in missing if blocks[i].ref_cnt == 1]
-            if missing.size - len(own) > self.pool.get_num_free_blocks():
+        short = int(missing.size) - self.pool.get_num_free_blocks()
+        if short > 0:
+            # No room for copies: take as many of the request's own cached blocks as needed out of the prefix cache
+            # and reuse them, the last first, since others are more likely to hit the beginning.
+            own = [i for i in missing[::-1] if blocks[i].ref_cnt == 1][:short]
+            if len(own) < short:
                 return None  # the rest is shared with other requests; try again in the next step
             self.pool.evict_blocks({blocks[i].block_id for i in own})
             destination[own] = ids[own]
@@ -137,12 +153,18 @@ class SchedulerSide:
         alive = tuple(e for e in evictions if self.collector.epoch(e.request_id) == e.epoch + 1)
         if alive:
             setattr(output, PLAN, StepPlan(alive))
+        self.counters = Counters(
+            evictions=self.counters.evictions + len(alive),
+            tokens_evicted=self.counters.tokens_evicted + sum(e.physical_len - e.keep for e in alive),
+            # Survivors of a shared prefix take fresh blocks while the shared ones stay with the others, so a step may
+            # cost more than it frees; a counter must not fall.
+            blocks_freed=max(self.counters.blocks_freed, self._net_freed),
+        )
 
     def report(self, scheduler_stats: SchedulerStats) -> None:
         """Add what happened since the last report to the statistics that go to vLLM's front-end."""
-        now = self.collector.counters
-        stats.put(scheduler_stats, self.reported, now)
-        self.reported = now
+        stats.put(scheduler_stats, self.reported, self.counters)
+        self.reported = self.counters
 
 
 def _only_manager(scheduler: Scheduler) -> FullAttentionManager:

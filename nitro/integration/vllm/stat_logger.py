@@ -18,7 +18,7 @@ LABELS = ("model_name", "engine")
 HELP = {
     "evictions": "Evictions applied: one request compacted in one engine step.",
     "tokens_evicted": "Tokens dropped from the KV cache, counted once per request (not per layer or head).",
-    "blocks_freed": "KV cache blocks given back to the pool by evictions.",
+    "blocks_freed": "KV cache blocks given back to the pool by evictions, less those that they took from it.",
 }
 
 

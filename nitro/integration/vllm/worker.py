@@ -36,7 +36,7 @@ class NitroWorkerMixin(Worker):
 
     def nitro_set_policy(self, name: str, options: dict[str, Any] | None = None) -> None:
         """Score with another policy from now on; counts, and with them the scheduler, do not depend on it."""
-        self._nitro.policy = policies.get(name, **(options or {}))
+        self._nitro.set_policy(policies.get(name, **(options or {})))
 
     def nitro_record(self, enabled: bool) -> None:
         """Start (empty) or stop recording which tokens are kept."""

@@ -115,7 +115,6 @@ def test_many_clients_at_once(server: tuple[str, Path]) -> None:
     assert evictions >= 13 * 4
     assert metric(url, "nitro:tokens_evicted_total") >= 13 * (48 + 3 * 24)
     assert metric(url, "nitro:blocks_freed_total") > 0
-    assert metric(url, "vllm:kv_cache_usage_perc") < 0.2
 
 
 def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
