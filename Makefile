@@ -12,6 +12,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 export VENV PYTEST_ARGS
+unexport PYTHONDONTWRITEBYTECODE  # imports write the bytecode that set-up leaves out
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format types native python clean clean-venv

@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
-unset PYTHONPATH  # it would shadow the package that was installed
+# The first would shadow the package that was installed; without bytecode, each engine process compiles vLLM anew (set-up
+# does not byte-compile, imports do), which takes half a minute.
+unset PYTHONPATH PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # spinning OpenMP threads starve the other processes of an engine
 
 stage() {
