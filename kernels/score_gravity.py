@@ -1,0 +1,116 @@
+"""Gravity: tokens are masses in key space, pulled by the newest of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nitro.kernels._score import (
+    by_slot,
+    check_order,
+    check_paged,
+    dense_rows,
+    in_order,
+    norms_ref,
+    paged_constants,
+    power_of_two,
+)
+from nitro.kernels.paged import PagedLayers, RaggedBatch
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def gravity(
+    layers: PagedLayers,
+    batch: RaggedBatch,
+    *,
+    softening: float = 0.1,
+    order: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Score each slot by the pull of the newest ``batch.window`` tokens W on it, in units of the row's mean pull.
+
+    With ``m_i = ||v_i|| / mean ||v||`` and ``s^2 = 2 mean ||k - mean k||^2``, both over the row's slots,
+    ``g_i = m_i sum_{j in W, j != i} m_j / (||k_i - k_j||^2 / s^2 + softening^2)`` and the score is ``g_i / mean g``.
+
+    Args:
+        layers: the caches; float16, bfloat16 or float32.
+        batch: the requests; ``keep`` and ``protect`` are not looked at. A ``window`` of 0 scores every slot 0.
+        softening: softening length in units of s, above 0.
+        order: int32 ``[L, H, total]``, `logical_order`; None where slots are in logical order.
+        out: where the scores go; default: new memory.
+
+    Returns:
+        float32 ``[L, H, total]``, higher stays; NaN where key or value is not finite, which then counts nowhere.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes, strides or devices do not fit, a number is out of bounds, or Triton cannot run on the
+            device.
+    """
+    out = check_paged(layers, batch, out, "gravity_ref")
+    _check(layers, batch, softening, order)
+    if out.numel():
+        from nitro.kernels._triton.score_gravity import gravity_kernel
+
+        gravity_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
+            layers.base,
+            order,
+            batch.block_tables,
+            batch.lengths,
+            batch.offsets,
+            torch.empty_like(out),
+            out,
+            batch.total,
+            batch.block_tables.shape[1],
+            batch.window,
+            softening**2,
+            layers.num_layers,
+            layers.num_kv_heads,
+            *layers.strides,
+            **paged_constants(layers),
+            **_shape(layers.dtype, layers.head_dim, batch.window),
+            num_warps=4,
+        )
+    return out
+
+
+def gravity_ref(
+    layers: PagedLayers, batch: RaggedBatch, *, softening: float = 0.1, order: Tensor | None = None
+) -> Tensor:
+    """Score as ``gravity`` does, from gathered keys and values."""
+    out = check_paged(layers, batch, None, "")
+    _check(layers, batch, softening, order)
+    for _, columns, keys, values in dense_rows(layers, batch):
+        keys, values = in_order(keys, order, columns), in_order(values, order, columns)
+        length = keys.shape[2]
+        mass = norms_ref(values)
+        bad = norms_ref(keys).isnan() | mass.isnan()
+        count = (~bad).sum(dim=-1, keepdim=True).clamp_min(1)
+        mass = mass.masked_fill(bad, 0.0)
+        mass = mass / (mass.sum(dim=-1, keepdim=True) / count).clamp_min(_TINY)
+        keys = keys.masked_fill(bad.unsqueeze(-1), 0.0)
+        keys = (keys - keys.sum(dim=2, keepdim=True) / count.unsqueeze(-1)).masked_fill(bad.unsqueeze(-1), 0.0)
+        scale = (2 * keys.square().sum(dim=(2, 3), keepdim=True) / count.unsqueeze(-1)).clamp_min(_TINY)
+        near = slice(max(0, length - batch.window), length)
+        distance = (keys.unsqueeze(3) - keys[:, :, None, near]).square().sum(dim=-1) / scale
+        force = mass[:, :, None, near] / (distance + softening**2)
+        slots = torch.arange(length, device=batch.device)
+        pull = mass * force.masked_fill(slots[:, None] == slots[None, near], 0.0).sum(dim=-1)
+        pull = pull / (pull.sum(dim=-1, keepdim=True) / count).clamp_min(_TINY)
+        out[..., columns] = by_slot(pull.masked_fill(bad, torch.nan), order, columns)
+    return out
+
+
+def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Tensor | None) -> None:
+    if not softening > 0.0:
+        raise ValueError(f"softening={softening} must be above 0, or a token pulls its duplicates without bound")
+    check_order(order, (layers.num_layers, layers.num_kv_heads), batch)
+
+
+def _shape(dtype: torch.dtype, head_dim: int, window: int) -> dict[str, int]:
+    """Return the tile sizes: keys and values, and centred keys against centred window keys, in shared memory."""
+    width = power_of_two(head_dim)
+    tile = 64 if width <= 64 else 32
+    part = min(max(power_of_two(window), 16), 4096 // width, 64)
+    return {"WIDTH": width, "TILE": tile, "WINDOW": max(part, 16), "STAGES": 2 if width <= 128 else 1}
