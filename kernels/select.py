@@ -9,8 +9,9 @@ from nitro.kernels._checks import check_device, check_ragged
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import RaggedBatch
 
-TILES = (512, 1024, 2048, 4096)
-"""Slots that one program looks at together; up to the last one, a request's keys stay in registers."""
+TILES = (512, 1024, 2048, 4096, 8192)
+"""Slots that one program looks at together; up to the last, a request's keys stay in registers, 16 in each thread."""
+LONG_TILE = 4096
 _SLOTS_PER_WARP = 512
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
@@ -201,10 +202,10 @@ def _expanded(theta: Tensor, counts: Tensor) -> Tensor:
 def _shape(max_length: int, tile: int | None) -> tuple[int, int]:
     """Return the slots per tile, and the warps that look at one."""
     if tile is None:
-        tile = next((tile for tile in TILES if tile >= max_length), TILES[-1])
+        tile = next((tile for tile in TILES if tile >= max_length), LONG_TILE)
     if tile < 1 or tile & (tile - 1):
         raise ValueError(f"tile={tile} must be a power of two")
-    return tile, min(max(tile // _SLOTS_PER_WARP, 1), 8)
+    return tile, min(max(tile // _SLOTS_PER_WARP, 1), 32)
 
 
 def variants() -> list[Variant]:
@@ -214,27 +215,14 @@ def variants() -> list[Variant]:
     array = {"scores": "*fp32", "mask": "*u8", "counts": "*i32"}
     requests = {"lengths": "*i32", "protect": "*i32", "offsets": "*i64"}
     found = []
+    for tile, one_tile in (*((tile, True) for tile in TILES), (LONG_TILE, False)):
+        block, num_warps = _shape(tile, tile)
+        name, constexprs = f"topk-{tile}{'' if one_tile else '-long'}", {"BLOCK": block, "ONE_TILE": one_tile}
+        found.append(Variant(name, topk_kernel, array | requests | {"keep": "*i32"}, constexprs, num_warps))
     for tile in TILES:
         block, num_warps = _shape(tile, tile)
-        for one_tile in (True, False) if tile == TILES[-1] else (True,):
-            found.append(
-                Variant(
-                    f"topk-{tile}{'' if one_tile else '-long'}",
-                    topk_kernel,
-                    array | requests | {"keep": "*i32"},
-                    {"BLOCK": block, "ONE_TILE": one_tile},
-                    num_warps,
-                )
-            )
-        found.append(
-            Variant(
-                f"threshold-{tile}",
-                threshold_kernel,
-                array | requests | {"theta": "*fp32"},
-                {"BLOCK": block},
-                num_warps,
-            )
-        )
+        pointers = array | requests | {"theta": "*fp32"}
+        found.append(Variant(f"threshold-{tile}", threshold_kernel, pointers, {"BLOCK": block}, num_warps))
     return found
 
 

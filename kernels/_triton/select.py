@@ -1,10 +1,11 @@
-"""Radix select: the key of the last slot that stays is found digit by digit, from the top, by histograms."""
+"""Radix select: the key of the last slot that stays is found from its highest bit down, by counting.
+
+Counting is all compares and adds, on keys that stay in registers up to 8k slots. Histograms of wider digits take fewer
+rounds, but cost as many instructions, and some Triton versions compile them for ten seconds and more.
+"""
 
 import triton
 import triton.language as tl
-
-_DIGIT_BITS = tl.constexpr(8)
-_BINS = tl.constexpr(256)
 
 
 @triton.jit
@@ -16,28 +17,23 @@ def ordered_key(scores):
     bits = scores.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # Negative floats run backwards: flipping all bits reverses them and puts them below the positive ones.
-    key = tl.where(bits == magnitude, bits | 0x80000000, ~bits)
+    key = tl.where(bits == magnitude, bits | 0x80000000, bits ^ 0xFFFFFFFF)
     key = tl.where(magnitude == 0, tl.full(key.shape, 0x80000000, tl.uint32), key)
     return tl.where(magnitude > 0x7F800000, tl.zeros(key.shape, tl.uint32), key)
 
 
 @triton.jit
 def _load_keys(scores, start, length, protect, first_recent, BLOCK: tl.constexpr):
-    """Return a tile's slots, whether each exists, and its key; slots that must stay have a key that no float has."""
+    """Return a tile's slots, whether each exists, and its key.
+
+    Slots that must stay have a key above that of every float; those that do not exist have 0, which counts nowhere.
+    """
     slot = start + tl.arange(0, BLOCK)
     exists = slot < length
     key = ordered_key(tl.load(scores + slot, mask=exists, other=0.0))
     forced = (slot < protect) | (slot >= first_recent)
-    return slot, exists, tl.where(forced, tl.full(key.shape, 0xFFFFFFFF, tl.uint32), key)
-
-
-@triton.jit
-def _histogram(key, exists, prefix, SHIFT: tl.constexpr):
-    """Count the digits at ``SHIFT`` of the keys whose higher digits are ``prefix``."""
-    if SHIFT + _DIGIT_BITS < 32:
-        exists = exists & ((key >> (SHIFT + _DIGIT_BITS)) == prefix)
-    digit = (key >> SHIFT) & (_BINS - 1)
-    return tl.histogram(digit.to(tl.int32), _BINS, mask=exists)
+    key = tl.where(forced, tl.full(key.shape, 0xFFFFFFFF, tl.uint32), key)
+    return slot, exists, tl.where(exists, key, tl.zeros(key.shape, tl.uint32))
 
 
 @triton.jit
@@ -84,32 +80,43 @@ def topk_kernel(
     scores += layer.to(tl.int64) * scores_layer + head.to(tl.int64) * scores_head + first
     mask += layer.to(tl.int64) * mask_layer + head.to(tl.int64) * mask_head + first
 
+    # The largest theta that `kept` keys reach: that of the last slot that stays. Its lower bits are still zero.
+    theta = tl.full((), 0, tl.uint32)
+    above = tl.full((), 0, tl.int32)  # keys above all that begin as theta does
+    bit = tl.full((), 0x80000000, tl.uint32)
     if ONE_TILE:
         slot, exists, key = _load_keys(scores, 0, length, protected, first_recent, BLOCK)
-    theta = tl.full((), 0, tl.uint32)  # the key of the last slot that stays, as far as it is known
-    need = kept  # how many slots stay among those whose key begins with theta
-    bins = tl.arange(0, _BINS)
-    for digit in tl.static_range(32 // _DIGIT_BITS):
-        if ONE_TILE:
-            histogram = _histogram(key, exists, theta, 24 - _DIGIT_BITS * digit)
-        else:
-            histogram = tl.zeros([_BINS], tl.int32)
-            for start in range(0, length, BLOCK):
-                _, tile_exists, tile_key = _load_keys(scores, start, length, protected, first_recent, BLOCK)
-                histogram += _histogram(tile_key, tile_exists, theta, 24 - _DIGIT_BITS * digit)
-        at_least = tl.cumsum(histogram, reverse=True)
-        chosen = tl.sum((at_least >= need).to(tl.int32)) - 1
-        chosen = tl.maximum(chosen, 0)  # an empty request
-        need -= tl.sum(tl.where(bins == chosen + 1, at_least, 0))
-        theta = (theta << _DIGIT_BITS) | chosen.to(tl.uint32)
-
-    if ONE_TILE:
-        _mark(mask, slot, exists, key, theta, need, 0)
+        for _ in range(32):
+            bound = theta | bit
+            number = tl.sum((key >= bound).to(tl.int32))
+            theta = tl.where(number >= kept, bound, theta)
+            above = tl.where(number >= kept, above, number)
+            bit = bit >> 1
+        _mark(mask, slot, exists, key, theta, kept - above, 0)
     else:
+        # Two bits a round, since each reads all scores again.
+        for _ in range(16):
+            low, middle, high = theta | (bit >> 1), theta | bit, theta | bit | (bit >> 1)
+            low_count = tl.zeros([BLOCK], tl.int32)
+            middle_count = tl.zeros([BLOCK], tl.int32)
+            high_count = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, length, BLOCK):
+                tile_slot, tile_exists, tile_key = _load_keys(scores, start, length, protected, first_recent, BLOCK)
+                low_count += (tile_key >= low).to(tl.int32)
+                middle_count += (tile_key >= middle).to(tl.int32)
+                high_count += (tile_key >= high).to(tl.int32)
+            low_number, middle_number, high_number = tl.sum(low_count), tl.sum(middle_count), tl.sum(high_count)
+            above = tl.where(high_number >= kept, above, high_number)
+            above = tl.where(middle_number >= kept, above, middle_number)
+            above = tl.where(low_number >= kept, above, low_number)
+            theta = tl.where(low_number >= kept, low, theta)
+            theta = tl.where(middle_number >= kept, middle, theta)
+            theta = tl.where(high_number >= kept, high, theta)
+            bit = bit >> 2
         ties = tl.full((), 0, tl.int32)
         for start in range(0, length, BLOCK):
             tile_slot, tile_exists, tile_key = _load_keys(scores, start, length, protected, first_recent, BLOCK)
-            ties = _mark(mask, tile_slot, tile_exists, tile_key, theta, need, ties)
+            ties = _mark(mask, tile_slot, tile_exists, tile_key, theta, kept - above, ties)
     tl.store(counts + row, kept)
 
 
