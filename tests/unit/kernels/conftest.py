@@ -1,15 +1,22 @@
-"""Kernels run on the CPU here, in Triton's interpreter."""
+"""Kernels run on the CPU here, in Triton's interpreter.
+
+That is chosen once in a process, by TRITON_INTERPRET=1 when triton is first imported, and the engines that other tests
+start must not inherit it. So these tests need a process of their own, which `make test` gives them.
+"""
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported, which tests do later
-
+import pytest
+import triton
 from triton import language as tl
 from triton.runtime import interpreter
+
+interpreted = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="runs kernels on the CPU: set TRITON_INTERPRET=1"
+)
 
 
 def _patch_once() -> None:
