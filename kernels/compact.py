@@ -293,25 +293,25 @@ def variants() -> list[Variant]:
         ]
     pointers = {"base": "*i64", "positions": "*i32", "block_tables": "*i32", "dst_tables": "*i32"} | array
     del pointers["mask"]
-    for head_dim, itemsize, block_size, aligned in (
-        (32, 1, 16, True),
-        (64, 2, 16, True),
-        (80, 2, 32, True),
-        (96, 2, 8, True),
-        (128, 2, 16, True),
-        (128, 2, 128, False),
-        (256, 2, 16, True),
-        (256, 4, 64, True),
-        (256, 4, 16, False),
+    for head_dim, itemsize, block_size, aligned, fills in (
+        (32, 1, 16, True, (True,)),
+        (64, 2, 16, True, (True,)),
+        (80, 2, 32, True, (True,)),
+        (96, 2, 8, True, (True,)),
+        (128, 2, 16, True, (True, False)),
+        (128, 2, 128, False, (True,)),
+        (256, 2, 16, True, (True,)),
+        (256, 4, 64, True, (True, False)),
+        (256, 4, 16, False, (True, False)),
     ):
-        for fill in (False, True):
+        constexprs = {"stride_dim": 1} if aligned else {}
+        for fill in fills:
             found.append(
                 Variant(
                     f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}",
                     move_kernel,
                     pointers,
-                    _move_constexprs(2 * head_dim, itemsize, block_size, aligned=aligned, fill=fill)
-                    | ({"stride_dim": 1} if aligned else {}),
+                    constexprs | _move_constexprs(2 * head_dim, itemsize, block_size, aligned=aligned, fill=fill),
                     _MOVE_WARPS,
                     divisible=("stride_block", "stride_head", "stride_slot") if aligned else (),
                 )
