@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -52,8 +53,9 @@ class Case:
     def layers(self) -> PagedLayers:
         return PagedLayers.of([cache_view(self.shape, whole) for whole in self.memory])
 
-    def copy(self) -> Case:
-        return replace(self, memory=self.memory.clone(), positions=self.positions.clone())
+    def copy(self, device: str | torch.device) -> Case:
+        memory = self.memory.to(device, copy=True)
+        return replace(self, memory=memory, positions=self.positions.to(device, copy=True))
 
 
 def cache_view(shape: Shape, whole: torch.Tensor) -> torch.Tensor:
@@ -145,11 +147,11 @@ Stitch = Callable[[PagedLayers, RaggedBatch, torch.Tensor, torch.Tensor], None]
 
 def check_stitch(case: Case, stitch: Stitch, *, fill: bool) -> None:
     """Run ``stitch`` on a copy of the case; every byte of caches and positions must be what it should be."""
-    want, got = case.copy(), case.copy()
+    want, got = case.copy("cpu"), case.copy(case.memory.device)
     _stitch_slot_by_slot(want, fill=fill)
     stitch(got.layers(), got.batch, got.mask, got.positions)
-    assert torch.equal(got.positions, want.positions)
-    assert torch.equal(got.memory, want.memory)
+    assert torch.equal(got.positions.cpu(), want.positions)
+    assert torch.equal(got.memory.cpu(), want.memory)
 
 
 def _stitch_slot_by_slot(case: Case, *, fill: bool) -> None:
@@ -176,6 +178,18 @@ def _stitch_slot_by_slot(case: Case, *, fill: bool) -> None:
                 write = table[target // size], head, target % size
                 caches[layer][write] = before[0][layer][read]
                 case.positions[layer][write] = before[1][layer][read]
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Make whatever waits for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager
