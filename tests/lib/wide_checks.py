@@ -32,7 +32,7 @@ def check_wide_caches(stitch: Stitch, reference: Stitch, wide: str, device: str 
     cache = sparse((reach,), torch.bfloat16, device).as_strided(shape, strides)
     content = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(cache)
     mask = torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1], dtype=torch.uint8, device=device).expand(1, 3, 12)
-    batch = RaggedBatch.of([[0, 2]], [12], [7], dst_tables=[[1]], device=device)
+    batch = RaggedBatch.of([[2, 0]], [12], [7], dst_tables=[[1]], device=device)  # fill writes to block 2
     results = []
     for run in (stitch, reference):
         cache.copy_(content)
