@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from nitro.kernels import compact, select
+from nitro.kernels import _moves, compact, select
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 
@@ -288,13 +288,13 @@ def measure(setup: Setup, name: str, only: str, copy: float, label: str = "") ->
 def sweep(setup: Setup, name: str, copy: float) -> list[dict[str, Any]]:
     """Time the launchers' choices against their neighbours."""
     results = []
-    chosen = compact._MOVE_BYTES, compact._MOVE_WARPS, compact._MOVE_PROGRAMS
+    chosen = _moves.MOVE_BYTES, _moves.MOVE_WARPS, _moves.MOVE_PROGRAMS
     for nbytes, warps, programs in itertools.product((4096, 8192, 16384, 32768), (1, 2, 4, 8), (2048, 8192)):
         if not 32 <= nbytes // (32 * warps) <= 512:  # bytes of a thread
             continue
-        compact._MOVE_BYTES, compact._MOVE_WARPS, compact._MOVE_PROGRAMS = nbytes, warps, programs
+        _moves.MOVE_BYTES, _moves.MOVE_WARPS, _moves.MOVE_PROGRAMS = nbytes, warps, programs
         results += measure(setup, name, "stitch", copy, f" {nbytes} B, {warps} warps, {programs} ≤")
-    compact._MOVE_BYTES, compact._MOVE_WARPS, compact._MOVE_PROGRAMS = chosen
+    _moves.MOVE_BYTES, _moves.MOVE_WARPS, _moves.MOVE_PROGRAMS = chosen
     chosen_slots = select._SLOTS_PER_WARP
     for slots in (128, 256, 512, 1024):
         select._SLOTS_PER_WARP = slots

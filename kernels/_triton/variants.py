@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MODULES = ("nitro.kernels.select", "nitro.kernels.compact")
+MODULES = ("nitro.kernels.select", "nitro.kernels._moves")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import compile_variants
 import pytest
 
-from nitro.kernels import compact, select
+from nitro.kernels import _moves, select
 from nitro.kernels._triton.variants import all_variants
 
 ARCHS = (80, 89, 90)
@@ -66,5 +66,5 @@ def test_registry_has_what_the_launchers_choose(length: int) -> None:
         (v.name.split("-")[0], v.constexprs["BLOCK"], v.num_warps) for v in all_variants() if "BLOCK" in v.constexprs
     }
     assert {("topk", tile, num_warps), ("threshold", tile, num_warps)} <= known
-    tile, num_warps = compact._list_shape(length)
+    tile, num_warps = _moves.list_shape(length)
     assert {("list_pack", tile, num_warps), ("list_fill", tile, num_warps)} <= known
