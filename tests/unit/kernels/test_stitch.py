@@ -74,3 +74,15 @@ def test_fill_leaves_a_shared_block_without_holes_alone(fill: cases.Stitch) -> N
     shape = cases.Shape()
     requests = [cases.Request(30, full(shape, 12)), cases.Request(19, full(shape, 9)), cases.Request(9, full(shape, 8))]
     cases.check_stitch(cases.make_case(shape, requests, share=True), fill, fill=True)
+
+
+@interpreted
+def test_fill_stays_within_its_row_where_mask_and_keep_disagree() -> None:
+    shape = cases.Shape()
+    case = cases.make_case(shape, [cases.Request(30, full(shape, 17)), cases.Request(20, full(shape, 20))])
+    case.mask[..., 30:] = 0  # 20 holes and no mover
+    want, got = case.copy("cpu"), case.copy("cpu")
+    compact.fill_ragged_ref(want.layers(), want.batch, want.mask, want.positions)
+    compact.fill_ragged(got.layers(), got.batch, got.mask, got.positions)
+    assert torch.equal(got.memory, want.memory)
+    assert torch.equal(got.positions, want.positions)
