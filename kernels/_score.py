@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from nitro.kernels._checks import check_device, check_positions, check_tables, check_tensor
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
+
+REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "*i64"}
+"""Triton's types of what a batch consists of."""
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Caches that can be scored, and Triton's names for them."""
-
-TILE_BYTES = 16384
-"""Keys or values that a program loads at a time: enough in flight from each, and a few programs on each processor."""
 
 _MIN_TILE = 16
 _PROGRAMS = 8192  # rows are shared by several programs while there are fewer than this: a few for each processor
@@ -36,18 +37,48 @@ def splits_of(batch: RaggedBatch, rows: int, tile: int) -> int:
     return max(1, min(cdiv(batch.max_length, tile), cdiv(_PROGRAMS, max(rows, 1))))
 
 
-def tile_shape(dtype: torch.dtype, head_dim: int, *, tile_bytes: int | None = None) -> dict[str, int]:
-    """Return WIDTH, ``head_dim`` padded to a power of two, and TILE, the slots a program loads at a time."""
+def tile_shape(dtype: torch.dtype, head_dim: int, tile_bytes: int) -> dict[str, int]:
+    """Return WIDTH, ``head_dim`` padded to a power of two, and TILE, the slots of which so many bytes are loaded."""
     width = power_of_two(head_dim)
-    return {"WIDTH": width, "TILE": max((tile_bytes or TILE_BYTES) // (width * dtype.itemsize), _MIN_TILE)}
+    return {"WIDTH": width, "TILE": max(tile_bytes // (width * dtype.itemsize), _MIN_TILE)}
 
 
-def paged_constants(layers: PagedLayers) -> dict[str, Any]:
-    """Return the constexpr parameters that describe the caches."""
+def cache_constants(dtype: torch.dtype, head_dim: int, block_size: int, aligned: bool) -> dict[str, Any]:
+    """Return the constexpr parameters that describe caches."""
     from triton import language as tl
 
-    dtype = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}[DTYPES[layers.dtype]]
-    return {"D": layers.head_dim, "BLOCK_SIZE": layers.block_size, "DTYPE": dtype, "ALIGNED": layers.aligned}
+    types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return {"D": head_dim, "BLOCK_SIZE": block_size, "DTYPE": types[dtype], "ALIGNED": aligned}
+
+
+def layers_constants(layers: PagedLayers) -> dict[str, Any]:
+    """Return the constexpr parameters that describe these caches."""
+    return cache_constants(layers.dtype, layers.head_dim, layers.block_size, layers.aligned)
+
+
+def cache_variant(
+    name: str, kernel: Any, dtype: torch.dtype, head_dim: int, chosen: dict[str, Any], pointers: dict[str, str]
+) -> Variant:
+    """Return the variant of a kernel that reads aligned caches in blocks of 16.
+
+    Args:
+        name: what to call it; dtype and head_dim are added.
+        kernel: the jitted function.
+        dtype: of the caches.
+        head_dim: of the caches.
+        chosen: what the launcher chooses for them: constexpr parameters and ``num_warps``.
+        pointers: types of the parameters that not every kernel has.
+    """
+    constants = {**cache_constants(dtype, head_dim, 16, True), **chosen, "stride_dim": 1}
+    num_warps = constants.pop("num_warps")
+    return Variant(
+        f"{name}-{DTYPES[dtype]}-{head_dim}",
+        kernel,
+        {**REQUESTS, "base": "*i64", "out": "*fp32", **pointers},
+        constants,
+        num_warps,
+        divisible=("stride_block", "stride_head", "stride_slot"),
+    )
 
 
 def check_paged(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nitro.kernels._checks import check_device, check_positions, check_tables
 from nitro.kernels._score import (
+    REQUESTS,
     by_slot,
     check_array,
     check_order,
@@ -19,6 +20,7 @@ from nitro.kernels._score import (
     power_of_two,
     splits_of,
 )
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 Scope = Literal["head", "layer", "model"]
@@ -26,6 +28,7 @@ Scope = Literal["head", "layer", "model"]
 SORT = 512
 """Tokens that are ranked among each other at once; longer rows are merged from sorted tiles by binary search."""
 _CHUNK = 16
+_SORT_WARPS = 8
 _TILE = 512
 _NOISE = 1e-12  # a variance below this part of the squared mean is rounding
 _SCOPES: dict[Scope, int] = {"head": 0, "layer": 1, "model": 2}
@@ -69,7 +72,7 @@ def logical_order(layers: PagedLayers, batch: RaggedBatch, positions: Tensor) ->
             BLOCK_SIZE=layers.block_size,
             SORT=SORT,
             CHUNK=_CHUNK,
-            num_warps=4,
+            num_warps=_SORT_WARPS,
         )
         splits = splits_of(batch, rows, _TILE)
         order_kernel[(rows * splits,)](
@@ -202,7 +205,7 @@ def rank_sum(
             EVICTABLE=evictable,
             SORT=SORT,
             CHUNK=_CHUNK,
-            num_warps=4,
+            num_warps=_SORT_WARPS,
         )
         splits = splits_of(batch, rows, _TILE)
         rank_sum_kernel[(rows * splits,)](
@@ -377,3 +380,27 @@ def _check(
     check_order(order, (shape[0], shape[1]), batch)
     check_device(batch.device, reference)
     return check_out((shape[0], shape[1]), batch, out)
+
+
+def variants() -> list[Variant]:
+    """Return what the launchers may launch; of z-scores, one of many pairs of scopes."""
+    from nitro.kernels._triton import score_combine as jitted
+
+    scores = {**REQUESTS, "a": "*fp32", "b": "*fp32", "scores": "*fp32", "out": "*fp32", "order": "*i32"}
+    positions = {**REQUESTS, "positions": "*i32", "sorted_tiles": "*i32", "out": "*i32"}
+    sort, merge = {"SORT": SORT, "CHUNK": _CHUNK}, {"SORT": SORT, "STEPS": SORT.bit_length(), "TILE": _TILE}
+    scopes = {"SCOPE_A": 2, "SCOPE_B": 1, "MERGED_A": 256, "MERGED_B": 8, "EVICTABLE": True, "TILE": _TILE}
+    weights = {"weight_a": "fp32", "weight_b": "fp32"}
+    rows: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
+        ("order-sort", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16, **sort}),
+        ("order-merge", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}),
+        ("rank-sort", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True, **sort}),
+        ("rank-sum", jitted.rank_sum_kernel, scores | {"keys": "*i32"}, {"EVICTABLE": True, **merge}),
+        ("moments", jitted.moments_kernel, scores | {"moments": "*fp32"}, {"EVICTABLE": True, "TILE": _TILE}),
+        ("zscore-sum", jitted.zscore_sum_kernel, scores | {"moments": "*fp32"}, scopes),
+        ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}),
+    ]
+    return [
+        Variant(f"score-{name}", kernel, types, sizes, _SORT_WARPS if "CHUNK" in sizes else 4, weights)
+        for name, kernel, types, sizes in rows
+    ]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from nitro.kernels._score import (
     by_slot,
+    cache_variant,
     check_order,
     check_paged,
     dense_rows,
     in_order,
+    layers_constants,
     norms_ref,
-    paged_constants,
     power_of_two,
+    tile_shape,
 )
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
+_TILE_BYTES = 1024  # keys, and as many values, that a warp loads at a time; it holds them and their sums in float32
+_PULLED = 16  # slots whose pulls a warp computes at a time
 
 
 def gravity(
@@ -53,13 +60,16 @@ def gravity(
     if out.numel():
         from nitro.kernels._triton.score_gravity import gravity_kernel
 
-        gravity_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
+        rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+        chosen = _choice(layers.dtype, layers.head_dim, batch.window)
+        gravity_kernel[(rows,)](
             layers.base,
             order,
             batch.block_tables,
             batch.lengths,
             batch.offsets,
             torch.empty_like(out),
+            out.new_empty(rows, chosen["WIDTH"]),
             out,
             batch.total,
             batch.block_tables.shape[1],
@@ -68,9 +78,8 @@ def gravity(
             layers.num_layers,
             layers.num_kv_heads,
             *layers.strides,
-            **paged_constants(layers),
-            **_shape(layers.dtype, layers.head_dim, batch.window),
-            num_warps=4,
+            **layers_constants(layers),
+            **chosen,
         )
     return out
 
@@ -108,9 +117,30 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
     check_order(order, (layers.num_layers, layers.num_kv_heads), batch)
 
 
-def _shape(dtype: torch.dtype, head_dim: int, window: int) -> dict[str, int]:
-    """Return the tile sizes: keys and values, and centred keys against centred window keys, in shared memory."""
-    width = power_of_two(head_dim)
-    tile = 64 if width <= 64 else 32
-    part = min(max(power_of_two(window), 16), 4096 // width, 64)
-    return {"WIDTH": width, "TILE": tile, "WINDOW": max(part, 16), "STAGES": 2 if width <= 128 else 1}
+def _choice(dtype: torch.dtype, head_dim: int, window: int) -> dict[str, int]:
+    warps = 8 if dtype.itemsize == 4 else 4
+    return {
+        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
+        "WINDOW": min(max(power_of_two(window), 16), 32),
+        "PULLED": _PULLED * warps,
+        "CHANNELS": 16,
+        "STAGES": 8 // dtype.itemsize,
+        "num_warps": warps,
+    }
+
+
+def variants() -> list[Variant]:
+    """Return what the launcher may launch, of the kinds of caches those that differ most."""
+    from nitro.kernels._triton.score_gravity import gravity_kernel
+
+    pointers = {"order": "*i32", "mass": "*fp32", "means": "*fp32"}
+    found = []
+    for dtype, head_dim, ordered in (
+        (torch.float16, 128, False),
+        (torch.bfloat16, 80, True),
+        (torch.float32, 256, True),
+    ):
+        chosen = _choice(dtype, head_dim, 32) | ({} if ordered else {"order": None})
+        name = f"score-gravity{'-ordered' if ordered else ''}"
+        found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen, pointers))
+    return [dataclasses.replace(variant, integers={"softening2": "fp32"}) for variant in found]

@@ -7,18 +7,22 @@ from torch import Tensor
 
 from nitro.kernels._score import (
     by_slot,
+    cache_variant,
     check_order,
     check_paged,
     dense_rows,
     in_order,
+    layers_constants,
     norms_ref,
-    paged_constants,
     power_of_two,
+    splits_of,
     tile_shape,
 )
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MAX_LAG = 1024
+_TILE_BYTES = 4096  # a program holds keys and values, and their minima and maxima in float32
 
 
 def lagkv(
@@ -66,7 +70,9 @@ def lagkv(
     if out.numel():
         from nitro.kernels._triton.score_lagkv import lagkv_kernel
 
-        lagkv_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
+        rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+        splits = splits_of(batch, rows, lag)
+        lagkv_kernel[(rows * splits,)](
             layers.base,
             order,
             batch.block_tables,
@@ -77,16 +83,13 @@ def lagkv(
             batch.total,
             batch.block_tables.shape[1],
             sinks,
+            splits,
             layers.num_layers,
             layers.num_kv_heads,
             *layers.strides,
-            LAG=lag,
-            PART=max(power_of_two(lag), 16),
             RANKED=ranked,
-            **paged_constants(layers),
-            **tile_shape(layers.dtype, layers.head_dim, tile_bytes=8192),
-            STAGES=2,
-            num_warps=8,
+            **layers_constants(layers),
+            **_choice(layers.dtype, layers.head_dim, lag),
         )
     return out
 
@@ -145,3 +148,31 @@ def _check(layers: PagedLayers, batch: RaggedBatch, sinks: int, lag: int, order:
     if not 2 <= lag <= _MAX_LAG:
         raise ValueError(f"lag={lag} must be 2 to {_MAX_LAG}")
     check_order(order, (layers.num_layers, layers.num_kv_heads), batch)
+
+
+def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
+    return {
+        **tile_shape(dtype, head_dim, _TILE_BYTES),
+        "LAG": lag,
+        "PART": max(power_of_two(lag), 16),
+        "CHUNK": 16,
+        "STAGES": 8 // dtype.itemsize,
+        "num_warps": 8,
+    }
+
+
+def variants() -> list[Variant]:
+    """Return what the launcher may launch, of the kinds of caches those that differ most."""
+    from nitro.kernels._triton.score_lagkv import lagkv_kernel
+
+    pointers = {"order": "*i32", "scratch": "*fp32"}
+    found = []
+    for dtype, head_dim, lag, ordered in (
+        (torch.float16, 128, 128, False),
+        (torch.bfloat16, 80, 100, True),
+        (torch.float32, 256, 1024, True),
+    ):
+        chosen = _choice(dtype, head_dim, lag) | {"RANKED": True} | ({} if ordered else {"order": None})
+        name = f"score-lagkv-{lag}{'-ordered' if ordered else ''}"
+        found.append(cache_variant(name, lagkv_kernel, dtype, head_dim, chosen, pointers))
+    return found

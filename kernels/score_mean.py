@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from nitro.kernels._score import (
+    cache_variant,
     check_array,
     check_moved,
     check_paged,
     dense_positions,
     dense_rows,
+    layers_constants,
     norms_ref,
-    paged_constants,
     tile_shape,
 )
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MIN_NORM = 1e-12  # a shorter vector has no direction worth the name
+_TILE_BYTES = 8192  # the sum over a row takes as many registers as a tile does, in float32
 
 
 def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = None) -> Tensor:
@@ -50,10 +53,8 @@ def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = Non
             layers.num_layers,
             layers.num_kv_heads,
             *layers.strides,
-            **paged_constants(layers),
-            **tile_shape(layers.dtype, layers.head_dim),
-            STAGES=3,
-            num_warps=4,
+            **layers_constants(layers),
+            **_choice(layers.dtype, layers.head_dim),
         )
     return out
 
@@ -103,7 +104,6 @@ def keydiff_unrotated(
     if out.numel():
         from nitro.kernels._triton.score_mean import keydiff_unrotated_kernel
 
-        shape = tile_shape(layers.dtype, layers.head_dim)
         keydiff_unrotated_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
             layers.base,
             positions,
@@ -121,11 +121,8 @@ def keydiff_unrotated(
             *layers.strides,
             ROTARY=cos_sin.shape[1],
             INTERLEAVED=interleaved,
-            **paged_constants(layers),
-            HALF=shape["WIDTH"] // 2,
-            TILE=shape["TILE"],
-            STAGES=2,
-            num_warps=8,
+            **layers_constants(layers),
+            **_unrotated_choice(layers.dtype, layers.head_dim),
         )
     return out
 
@@ -188,10 +185,8 @@ def vnorm_centred(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None
             layers.num_layers,
             layers.num_kv_heads,
             *layers.strides,
-            **paged_constants(layers),
-            **tile_shape(layers.dtype, layers.head_dim),
-            STAGES=3,
-            num_warps=4,
+            **layers_constants(layers),
+            **_choice(layers.dtype, layers.head_dim),
         )
     return out
 
@@ -216,6 +211,16 @@ def _keydiff(keys: Tensor) -> Tensor:
     return -(unit * anchor).sum(dim=-1).masked_fill(bad, torch.nan)
 
 
+def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    return {**tile_shape(dtype, head_dim, _TILE_BYTES), "STAGES": 3, "num_warps": 4}
+
+
+def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
+    warps = 4 if dtype.itemsize == 4 else 8
+    return {"HALF": shape["WIDTH"] // 2, "TILE": shape["TILE"], "STAGES": 3, "num_warps": warps}
+
+
 def _check_table(layers: PagedLayers, cos_sin: Tensor) -> None:
     if cos_sin.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"cos_sin must be float16, bfloat16 or float32, got {cos_sin.dtype}: convert it")
@@ -226,3 +231,26 @@ def _check_table(layers: PagedLayers, cos_sin: Tensor) -> None:
             f"cos_sin is of rotary_dim={rotary}, which must be even and 2 to head_dim={layers.head_dim}, also even: "
             "pass the table of these layers' own rotary embedding"
         )
+
+
+def variants() -> list[Variant]:
+    """Return what the launchers may launch, of the kinds of caches those that differ most."""
+    from nitro.kernels._triton.score_mean import centred_kernel, keydiff_kernel, keydiff_unrotated_kernel
+
+    kinds = ((torch.float16, 128), (torch.bfloat16, 80), (torch.float32, 256))
+    found = [
+        cache_variant(f"score-{name}", kernel, dtype, head_dim, _choice(dtype, head_dim), {})
+        for name, kernel in (("keydiff", keydiff_kernel), ("vnorm_centred", centred_kernel))
+        for dtype, head_dim in kinds
+    ]
+    pointers = {"positions": "*i32", "cos_sin": "*fp32"}
+    for dtype, head_dim, rotary, interleaved in (
+        (torch.float16, 128, 128, False),
+        (torch.bfloat16, 80, 80, True),
+        (torch.bfloat16, 256, 64, False),
+        (torch.float32, 128, 128, True),
+    ):
+        chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved}
+        name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}"
+        found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers))
+    return found

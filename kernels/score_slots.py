@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from nitro.kernels._score import (
+    REQUESTS,
+    cache_variant,
     check_array,
     check_moved,
     check_paged,
     dense_positions,
     dense_rows,
+    layers_constants,
     norms_ref,
-    paged_constants,
     splits_of,
     tile_shape,
 )
+from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195): its increment, and the
@@ -25,6 +28,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _MASK = 2**64 - 1
 
+_TILE_BYTES = 16384  # that a program loads at a time: enough in flight with a few programs on each processor
 _SLOTS = 1024  # per tile of the kernels that read no keys or values
 
 
@@ -74,9 +78,9 @@ def _norm(
     if out.numel():
         from nitro.kernels._triton.score_slots import norm_kernel
 
-        shape = tile_shape(layers.dtype, layers.head_dim)
+        chosen = _choice(layers.dtype, layers.head_dim)
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
-        splits = splits_of(batch, rows, shape["TILE"])
+        splits = splits_of(batch, rows, chosen["TILE"])
         norm_kernel[(rows * splits,)](
             layers.base,
             batch.block_tables,
@@ -91,10 +95,8 @@ def _norm(
             *layers.strides,
             PART=part,
             SIGN=sign,
-            **paged_constants(layers),
-            **shape,
-            STAGES=3,
-            num_warps=4,
+            **layers_constants(layers),
+            **chosen,
         )
     return out
 
@@ -271,3 +273,30 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def _signed(unsigned: int) -> int:
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    return {**tile_shape(dtype, head_dim, _TILE_BYTES), "STAGES": 3, "num_warps": 4}
+
+
+def variants() -> list[Variant]:
+    """Return what the launchers may launch, of the kinds of caches those that differ most."""
+    from nitro.kernels._triton.score_slots import norm_kernel, random_kernel, streaming_kernel
+
+    found = [
+        cache_variant(
+            f"score-{name}", norm_kernel, dtype, head_dim, _choice(dtype, head_dim) | {"PART": part, "SIGN": sign}, {}
+        )
+        for name, part, sign, dtype, head_dim in (
+            ("knorm", 0, -1.0, torch.float16, 128),
+            ("knorm", 0, -1.0, torch.float32, 256),
+            ("vnorm", 1, 1.0, torch.bfloat16, 80),
+        )
+    ]
+    sizes = {"BLOCK_SIZE": 16, "TILE": _SLOTS}
+    pointers = {**REQUESTS, "logical_lengths": "*i32", "states": "*i64", "layers": "*i64", "heads": "*i64"}
+    for name, kernel in (("streaming", streaming_kernel), ("random", random_kernel)):
+        pointers |= {"positions": "*i32", "out": "*fp32"}
+        found.append(Variant(f"score-{name}", kernel, pointers, sizes, 4))
+        found.append(Variant(f"score-{name}-unmoved", kernel, pointers, sizes | {"positions": None}, 4))
+    return found

@@ -49,6 +49,18 @@ def _ahead(key, lane, other_key, other, count):
     return tl.sum(ahead.to(tl.int32), axis=1)
 
 
+@triton.jit
+def _sort_tile(scores, out, order, start, count, low, high, SORT: tl.constexpr, CHUNK: tl.constexpr):
+    """Store the keys of ``count`` tokens from ``start`` on in ascending order."""
+    lane = tl.arange(0, SORT)
+    key = _score_key(scores, order, start + lane, low, high)
+    rank = tl.zeros([SORT], tl.int32)
+    for chunk in range(0, count, CHUNK):
+        other = chunk + tl.arange(0, CHUNK)
+        rank += _ahead(key, lane, _score_key(scores, order, start + other, low, high), other, count)
+    tl.store(out + start + rank, key, mask=lane < count)
+
+
 @triton.jit(do_not_specialize=["total", "window", "splits", "L", "H"])
 def sort_kernel(
     a,  # float32 [L, H, total]
@@ -77,23 +89,12 @@ def sort_kernel(
         low, high = tl.load(protect + request), length - window
     if order is not None:
         order += first
-    a += first
-    b += first
-    out_a = out + first
-    out_b = out_a + (L * H).to(tl.int64) * total
-    lane = tl.arange(0, SORT)
+    out += first
+    plane = (L * H).to(tl.int64) * total
     for start in range(program % splits * SORT, length, splits * SORT):
         count = tl.minimum(length - start, SORT)
-        key_a = _score_key(a, order, start + lane, low, high)
-        key_b = _score_key(b, order, start + lane, low, high)
-        rank_a = tl.zeros([SORT], tl.int32)
-        rank_b = tl.zeros([SORT], tl.int32)
-        for chunk in range(0, count, CHUNK):
-            other = chunk + tl.arange(0, CHUNK)
-            rank_a += _ahead(key_a, lane, _score_key(a, order, start + other, low, high), other, count)
-            rank_b += _ahead(key_b, lane, _score_key(b, order, start + other, low, high), other, count)
-        tl.store(out_a + start + rank_a, key_a, mask=lane < count)
-        tl.store(out_b + start + rank_b, key_b, mask=lane < count)
+        _sort_tile(a + first, out, order, start, count, low, high, SORT, CHUNK)
+        _sort_tile(b + first, out + plane, order, start, count, low, high, SORT, CHUNK)
 
 
 @triton.jit

@@ -3,9 +3,19 @@
 import triton
 import triton.language as tl
 
-from .score_tile import finite, head_pointer, load_rows, ragged_row, row_of, slot_of, slot_offset
+from .score_tile import finite, head_pointer, load_rows, ragged_row, row_of, slot_of, slot_offset, values_of
 
 _TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+
+
+@triton.jit
+def _centred(keys, offset, good, columns, inside, centre, stride_dim):
+    """Return some columns of keys minus their mean, float32 ``[len(offset), len(columns)]``; zero where not good."""
+    wanted = good[:, None] & inside[None, :]
+    key = tl.load(keys + offset[:, None] + columns[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0.0).to(
+        tl.float32
+    )
+    return tl.where(wanted, key - centre[None, :], 0.0)
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "window", "softening2", "L", "H"])
@@ -16,6 +26,7 @@ def gravity_kernel(
     lengths,
     offsets,
     mass,  # float32 [L, H, total], scratch: value norms
+    means,  # float32 [R, L, H, WIDTH], scratch
     out,  # float32 [L, H, total], written
     total,
     max_blocks,
@@ -33,18 +44,21 @@ def gravity_kernel(
     BLOCK_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # slots at a time in the first pass
+    PULLED: tl.constexpr,  # slots at a time in the second pass
+    CHANNELS: tl.constexpr,  # of keys at a time there
     STAGES: tl.constexpr,
 ):
     """One program scores one row in three passes: means, pulls, and the division by the mean pull."""
     row = tl.program_id(0)
     request, layer, head = row_of(row, L, H)
     keys = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
-    values = keys + D * stride_dim
+    values = values_of(keys, stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     first = ragged_row(offsets, request, layer, head, H, total)
     mass += first
     out += first
+    means += row.to(tl.int64) * WIDTH
     if order is not None:
         order += first
     length = tl.load(lengths + request)
@@ -52,14 +66,14 @@ def gravity_kernel(
 
     # Distances do not change when all keys move together, and sums of squares lose less near the mean. The window's
     # mean is near it, and known before the pass.
-    index = window_start + tl.arange(0, WINDOW)
-    live = index < length
-    slot = slot_of(order, index, live, order is not None)
-    offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-    near = load_rows(keys, offset, live, stride_dim, D, WIDTH)
-    good = live & finite(tl.sum(near * near, axis=1))
-    count = tl.maximum(tl.sum(good.to(tl.int32), axis=0), 1).to(tl.float32)
-    shift = tl.sum(tl.where(good[:, None], near, 0.0), axis=0) / count
+    near_index = window_start + tl.arange(0, WINDOW)
+    near_live = near_index < length
+    near_slot = slot_of(order, near_index, near_live, order is not None)
+    near_offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
+    near_key = load_rows(keys, near_offset, near_live, stride_dim, D, WIDTH)
+    near_good = near_live & finite(tl.sum(near_key * near_key, axis=1))
+    near_count = tl.maximum(tl.sum(near_good.to(tl.int32), axis=0), 1).to(tl.float32)
+    shift = tl.sum(tl.where(near_good[:, None], near_key, 0.0), axis=0) / near_count
 
     sums = tl.zeros([TILE, WIDTH], tl.float32)
     squares = tl.zeros([TILE], tl.float32)
@@ -85,39 +99,46 @@ def gravity_kernel(
     spread = tl.sum(squares, axis=0) / count - tl.sum(mean * mean, axis=0)
     inverse_scale = 1.0 / tl.maximum(2.0 * spread, _TINY)
     inverse_mass = 1.0 / tl.maximum(tl.sum(masses, axis=0) / count, _TINY)
-    mean += shift
-    tl.debug_barrier()  # other threads of this program read the masses
+    tl.store(means + tl.arange(0, WIDTH), mean + shift)
+    tl.debug_barrier()  # other threads of this program read masses and means
 
-    pulls = tl.zeros([TILE], tl.float32)
+    pulls = tl.zeros([PULLED], tl.float32)
     for part in range(window_start, length, WINDOW):
+        last = part + WINDOW >= length
         near_index = part + tl.arange(0, WINDOW)
         near_live = near_index < length
         near_slot = slot_of(order, near_index, near_live, order is not None)
+        near_offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
         near_mass = tl.load(mass + near_slot, mask=near_live, other=0.0)
         near_good = near_live & (near_mass == near_mass)
         near_mass = tl.where(near_good, near_mass * inverse_mass, 0.0)
-        offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
-        near = load_rows(keys, offset, near_live, stride_dim, D, WIDTH)
-        near = tl.where(near_good[:, None], near - mean[None, :], 0.0)
-        near_square = tl.sum(near * near, axis=1)
-        last = part + WINDOW >= length
-        for start in tl.range(0, length, TILE, num_stages=STAGES):
-            slot = start + tl.arange(0, TILE)
-            live = slot < length
-            own_mass = tl.load(mass + slot, mask=live, other=0.0)
-            good = live & (own_mass == own_mass)
-            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            key = load_rows(keys, offset, live, stride_dim, D, WIDTH)
-            key = tl.where(good[:, None], key - mean[None, :], 0.0)
-            product = tl.dot(key, tl.trans(near), input_precision="tf32x3")
-            distance = tl.sum(key * key, axis=1)[:, None] + near_square[None, :] - 2.0 * product
-            distance = tl.maximum(distance, 0.0) * inverse_scale
-            force = near_mass[None, :] / (distance + softening2)
-            force = tl.where(slot[:, None] == near_slot[None, :], 0.0, force)
-            pull = tl.where(good, tl.sum(force, axis=1) * own_mass * inverse_mass, 0.0)
+        for start in range(0, length, PULLED):
+            pulled = start + tl.arange(0, PULLED)
+            pulled_live = pulled < length
+            own_mass = tl.load(mass + pulled, mask=pulled_live, other=0.0)
+            pulled_good = pulled_live & (own_mass == own_mass)
+            pulled_offset = slot_offset(table, pulled, pulled_live, stride_block, stride_slot, BLOCK_SIZE)
+            # Some channels at a time. The window's keys come from the cache next to the processor from the second
+            # tile on: to hold them all in registers, as a matrix product would, takes more than there are.
+            product = tl.zeros([PULLED, WINDOW], tl.float32)
+            pulled_square = tl.zeros([PULLED], tl.float32)
+            near_square = tl.zeros([WINDOW], tl.float32)
+            for channel in tl.range(0, D, CHANNELS, num_stages=STAGES):
+                columns = channel + tl.arange(0, CHANNELS)
+                inside = columns < D
+                centre = tl.load(means + columns, mask=inside, other=0.0)
+                near = _centred(keys, near_offset, near_good, columns, inside, centre, stride_dim)
+                own = _centred(keys, pulled_offset, pulled_good, columns, inside, centre, stride_dim)
+                product = tl.dot(own, tl.trans(near), product, input_precision="tf32x3")
+                near_square += tl.sum(near * near, axis=1)
+                pulled_square += tl.sum(own * own, axis=1)
+            distance = tl.maximum(pulled_square[:, None] + near_square[None, :] - 2.0 * product, 0.0)
+            force = near_mass[None, :] / (distance * inverse_scale + softening2)
+            force = tl.where(pulled[:, None] == near_slot[None, :], 0.0, force)
+            pull = tl.where(pulled_good, tl.sum(force, axis=1) * own_mass * inverse_mass, 0.0)
             if part > window_start:
-                pull += tl.load(out + slot, mask=live, other=0.0)
-            tl.store(out + slot, pull, mask=live)
+                pull += tl.load(out + pulled, mask=pulled_live, other=0.0)
+            tl.store(out + pulled, pull, mask=pulled_live)
             pulls += tl.where(last, pull, 0.0)
         tl.debug_barrier()  # the next part, and the last pass, add to what other threads stored
 

@@ -7,19 +7,9 @@ same request gets the same bits in every batch.
 import triton
 import triton.language as tl
 
-from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset
+from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset, values_of
 
 _MIN_NORM = tl.constexpr(1e-12)  # a shorter vector has no direction worth the name
-
-
-@triton.jit
-def _unit_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return unit keys, zero where not good, and whether each is good: live and of finite norm."""
-    x = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
-    square = tl.sum(x * x, axis=1)
-    good = live & finite(square)
-    inverse = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
-    return tl.where(good[:, None], x * inverse[:, None], 0.0), good
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "L", "H"])
@@ -59,18 +49,24 @@ def keydiff_kernel(
         slot = start + tl.arange(0, TILE)
         live = slot < length
         offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        unit, _ = _unit_rows(pointer, offset, live, stride_dim, D, WIDTH)
-        sums += unit
+        key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+        square = tl.sum(key * key, axis=1)
+        inverse = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
+        # The second pass needs it again, and a NaN there makes the score one.
+        tl.store(out + slot, tl.where(finite(square), inverse, float("nan")), mask=live)
+        sums += tl.where(finite(square)[:, None], key, 0.0) * tl.where(finite(square), inverse, 0.0)[:, None]
     anchor = tl.sum(sums, axis=0)
     anchor = anchor / tl.maximum(tl.sqrt_rn(tl.sum(anchor * anchor, axis=0)), _MIN_NORM)
+    tl.debug_barrier()  # other threads of this program read the inverse norms
 
     for start in tl.range(0, length, TILE, num_stages=STAGES):
         slot = start + tl.arange(0, TILE)
         live = slot < length
         offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        unit, good = _unit_rows(pointer, offset, live, stride_dim, D, WIDTH)
-        cosine = tl.sum(unit * anchor[None, :], axis=1)
-        tl.store(out + slot, tl.where(good, -cosine, float("nan")), mask=live)
+        inverse = tl.load(out + slot, mask=live, other=0.0)
+        key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+        cosine = tl.sum(key * anchor[None, :], axis=1) * inverse
+        tl.store(out + slot, -cosine, mask=live)
 
 
 @triton.jit
@@ -106,8 +102,12 @@ def _undone_pairs(
                 first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
                 second = tl.max_contiguous(tl.multiple_of(second, 4), 4) if D % 8 == 0 else second
         wanted = live[:, None] & (pair < D // 2)[None, :]
-        a = tl.load(pointer + offset[:, None] + first[None, :] * stride_dim, mask=wanted, other=0.0).to(tl.float32)
-        b = tl.load(pointer + offset[:, None] + second[None, :] * stride_dim, mask=wanted, other=0.0).to(tl.float32)
+        a = tl.load(pointer + offset[:, None] + first[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0.0).to(
+            tl.float32
+        )
+        b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0.0).to(
+            tl.float32
+        )
     inside = live & (position >= 0) & (position < max_position)
     angle = cos_sin + position.to(tl.int64)[:, None] * ROTARY + pair[None, :]
     wanted = inside[:, None] & rotated[None, :]
@@ -224,7 +224,7 @@ def centred_kernel(
     """The distance of each value from the mean value."""
     row = tl.program_id(0)
     request, layer, head = row_of(row, L, H)
-    pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED) + D * stride_dim
+    pointer = values_of(head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED), stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset
+from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset, values_of
 
 # SplitMix64's increment and multipliers; the launcher's file names the source.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -40,7 +40,9 @@ def norm_kernel(
     """SIGN times the L2 norm of each key or value; NaN where that is not finite."""
     program = tl.program_id(0)
     request, layer, head = row_of(program // splits, L, H)
-    pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED) + PART * D * stride_dim
+    pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
+    if PART == 1:
+        pointer = values_of(pointer, stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)

@@ -30,6 +30,12 @@ def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
+def values_of(keys, stride_dim, D: tl.constexpr):
+    """Return the address of a head's values, given that of its keys."""
+    return keys + tl.cast(stride_dim, tl.int64) * D
+
+
+@triton.jit
 def slot_of(order, index, live, ORDERED: tl.constexpr):
     """Return the slots of the tokens with these indices in logical order; the index itself unless ORDERED."""
     if ORDERED:
@@ -62,7 +68,8 @@ def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.cons
     wanted = live[:, None]
     if WIDTH > D:
         wanted = wanted & (column < D)[None, :]
-    return tl.load(pointer + offset[:, None] + column[None, :] * stride_dim, mask=wanted, other=0.0).to(tl.float32)
+    column = column.to(tl.int64) * stride_dim
+    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MODULES = ("nitro.kernels.select", "nitro.kernels._moves")
+MODULES = (
+    "nitro.kernels.select",
+    "nitro.kernels._moves",
+    "nitro.kernels.score_slots",
+    "nitro.kernels.score_mean",
+    "nitro.kernels.score_gravity",
+    "nitro.kernels.score_lagkv",
+    "nitro.kernels.score_combine",
+)
 
 
 @dataclass(frozen=True, slots=True)
