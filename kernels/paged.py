@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+_Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
 VECTOR_BYTES = 16
 """The widest load of one thread; a cache whose rows start on such a boundary is moved in words of that width."""
 
@@ -219,42 +221,67 @@ class RaggedBatch:
             ValueError: a table is too short, or a count out of bounds.
         """
         count = len(lengths)
-        protected = np.asarray([protect] * count if isinstance(protect, int) else protect, np.int32)
+        protected = np.full(count, protect, np.int32) if isinstance(protect, int) else np.asarray(protect, np.int32)
         sizes, kept = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
         if not len(block_tables) == len(kept) == len(protected) == count:
             raise ValueError(
                 f"lengths is of {count} requests, but block_tables of {len(block_tables)}, keep of {len(kept)} "
                 f"and protect of {len(protected)}"
             )
-        for r in range(count):
-            low, high = min(int(protected[r]) + window, int(sizes[r])), int(sizes[r])
-            if protected[r] < 0 or window < 0 or high < 0:
-                raise ValueError(
-                    f"request {r}: protect={protected[r]}, window={window} and length={high} must not be negative"
-                )
-            if kept[r].size and not low <= kept[r].min() <= kept[r].max() <= high:
-                raise ValueError(
-                    f"request {r} keeps {kept[r].min()} to {kept[r].max()} slots, which must stay within {low} "
-                    f"(protect={protected[r]} + window={window}) and its length, {high}"
-                )
+        _check_counts(sizes, kept, protected, window)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-
-        def to_device(x: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
-            return torch.from_numpy(x).to(device)
-
-        tables = to_device(_padded(block_tables))
+        tables = _padded(block_tables)
+        targets = None if dst_tables is None else _padded(dst_tables)
+        arrays: list[_Array] = [offsets, sizes, kept, protected, tables]
+        if targets is not None:
+            arrays.append(targets)
+        on_device = _to_device(arrays, torch.device(device))
         return cls(
-            block_tables=tables,
-            lengths=to_device(sizes),
-            keep=to_device(kept),
-            protect=to_device(protected),
-            offsets=to_device(offsets),
+            block_tables=on_device[4],
+            lengths=on_device[1],
+            keep=on_device[2],
+            protect=on_device[3],
+            offsets=on_device[0],
             window=window,
             max_length=int(sizes.max(initial=0)),
             total=int(offsets[-1]),
-            dst_tables=tables if dst_tables is None else to_device(_padded(dst_tables)),
+            dst_tables=on_device[-1],
         )
+
+
+def _check_counts(
+    lengths: npt.NDArray[np.int32], keep: npt.NDArray[np.int32], protect: npt.NDArray[np.int32], window: int
+) -> None:
+    if window < 0 or (lengths < 0).any() or (protect < 0).any():
+        raise ValueError(
+            f"window={window}, the smallest length={lengths.min(initial=0)} and the smallest "
+            f"protect={protect.min(initial=0)} must not be negative"
+        )
+    per_row = (-1, *[1] * (keep.ndim - 1))
+    low = np.minimum(protect + window, lengths).reshape(per_row)
+    bad = np.argwhere((keep < low) | (keep > lengths.reshape(per_row)))
+    if len(bad):
+        request = int(bad[0, 0])
+        raise ValueError(
+            f"request {request} keeps {keep[tuple(bad[0])]} slots, which must stay within {low[request].item()} "
+            f"(protect={protect[request]} + window={window}, at most its length) and its length, {lengths[request]}"
+        )
+
+
+def _to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device in one go, without waiting for it; each begins at a multiple of ``VECTOR_BYTES``."""
+    starts = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([-(-x.nbytes // VECTOR_BYTES) * VECTOR_BYTES for x in arrays], out=starts[1:])
+    staged = torch.zeros(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat = staged.numpy()
+    for x, start in zip(arrays, starts, strict=False):
+        flat[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    moved = staged.to(device, non_blocking=True)
+    return [
+        moved[start : start + x.nbytes].view(torch.int64 if x.dtype == np.int64 else torch.int32).view(x.shape)
+        for x, start in zip(arrays, starts.tolist(), strict=False)
+    ]
 
 
 def _layout(cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nitro.kernels import compact
+from nitro.kernels.paged import RaggedBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -91,3 +92,14 @@ def test_wide_positions(kind: str) -> None:
 @pytest.mark.parametrize("shape", wide_checks.WIDE_LEADS)
 def test_wide_masks(kind: str, shape: tuple[int, int, int]) -> None:
     wide_checks.check_wide_masks(*PAIRS[kind], shape, "cuda")
+
+
+def test_a_batch_from_the_host_does_not_wait_either() -> None:
+    arguments = ([[3, 1], [2]], [20, 9], [12, 9])
+    RaggedBatch.of(*arguments, device="cuda")
+    with cases.no_synchronisation():
+        batch = RaggedBatch.of(*arguments, dst_tables=[[4], [5, 6]], device="cuda")
+    for name in ("block_tables", "lengths", "keep", "protect", "offsets", "dst_tables"):
+        assert getattr(batch, name).data_ptr() % 16 == 0  # or Triton compiles its kernels once more
+    assert batch.dst_tables.tolist() == [[4, -1], [5, 6]]
+    assert batch.offsets.tolist() == [0, 20, 29]

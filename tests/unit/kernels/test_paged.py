@@ -77,7 +77,7 @@ def test_batch_from_the_host() -> None:
     assert batch.offsets.tolist() == [0, 20, 23]
     assert (batch.max_length, batch.total, batch.num_requests, batch.keep_strides) == (20, 23, 2, (1, 0, 0))
     wide = RaggedBatch.of([[4]], [9], np.full((1, 3, 2), 4))
-    assert wide.dst_tables is wide.block_tables
+    assert wide.dst_tables.data_ptr() == wide.block_tables.data_ptr()
     assert wide.keep_strides == (6, 2, 1)
     empty = RaggedBatch.of([], [], [])
     assert (empty.num_requests, empty.max_length, empty.total) == (0, 0, 0)
@@ -87,9 +87,10 @@ def test_batch_from_the_host() -> None:
     ("arguments", "said"),
     [
         (([[1]], [4, 4], [2, 2]), "lengths is of 2 requests, but block_tables of 1, keep of 2 and protect of 2"),
-        (([[1]], [4], [5]), r"request 0 keeps 5 to 5 slots, which must stay within 3 .* and its length, 4"),
-        (([[1]], [4], [2]), r"request 0 keeps 2 to 2 slots, which must stay within 3 \(protect=1 \+ window=2\)"),
-        (([[1]], [-1], [0]), "length=-1 must not be negative"),
+        (([[1]], [4], [5]), r"request 0 keeps 5 slots, which must stay within 3 .* and its length, 4"),
+        (([[1]], [4], [2]), r"request 0 keeps 2 slots, which must stay within 3 \(protect=1 \+ window=2"),
+        (([[1], [2]], [4, 5], [[[3, 3]], [[4, 2]]]), "request 1 keeps 2 slots"),
+        (([[1]], [-1], [0]), "the smallest length=-1 .* must not be negative"),
     ],
 )
 def test_batch_is_checked_on_the_host(arguments: Any, said: str) -> None:
