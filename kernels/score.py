@@ -9,6 +9,7 @@ depends on the request alone. ``NAME_ref`` is the reference of ``NAME`` in PyTor
 from __future__ import annotations
 
 from nitro.kernels.score_combine import (
+    Scope,
     logical_order,
     logical_order_ref,
     neighbour_mean,
@@ -42,6 +43,7 @@ from nitro.kernels.score_slots import (
 )
 
 __all__ = [
+    "Scope",
     "gravity",
     "gravity_ref",
     "keydiff",

@@ -16,7 +16,6 @@ from nitro.kernels._score import (
     in_order,
     layers_constants,
     norms_ref,
-    power_of_two,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
@@ -61,7 +60,7 @@ def gravity(
         from nitro.kernels._triton.score_gravity import gravity_kernel
 
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
-        chosen = _choice(layers.dtype, layers.head_dim, batch.window)
+        chosen = _choice(layers.dtype, layers.head_dim)
         gravity_kernel[(rows,)](
             layers.base,
             order,
@@ -117,11 +116,11 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
     check_order(order, (layers.num_layers, layers.num_kv_heads), batch)
 
 
-def _choice(dtype: torch.dtype, head_dim: int, window: int) -> dict[str, int]:
+def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     warps = 8 if dtype.itemsize == 4 else 4
     return {
         **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
-        "WINDOW": min(max(power_of_two(window), 16), 32),
+        "WINDOW": 32,
         "PULLED": _PULLED * warps,
         "CHANNELS": 16,
         "STAGES": 8 // dtype.itemsize,
@@ -140,7 +139,7 @@ def variants() -> list[Variant]:
         (torch.bfloat16, 80, True),
         (torch.float32, 256, True),
     ):
-        chosen = _choice(dtype, head_dim, 32) | ({} if ordered else {"order": None})
+        chosen = _choice(dtype, head_dim) | ({} if ordered else {"order": None})
         name = f"score-gravity{'-ordered' if ordered else ''}"
         found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen, pointers))
     return [dataclasses.replace(variant, integers={"softening2": "fp32"}) for variant in found]

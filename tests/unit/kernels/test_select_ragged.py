@@ -64,6 +64,13 @@ def test_every_flavour_all_and_one(flavour: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("flavour", ["normal", "ties"])
+def test_more_slots_than_a_program_holds(flavour: str) -> None:
+    case = cases.make_case([9000], [4000], flavour=flavour, protect=4, window=32)
+    cases.check_select(case, select.select_ragged)
+
+
+@interpreted
 def test_strided_scores() -> None:
     case = cases.make_case([20, 9], [7, 9], layers=2, heads=3)
     scores = torch.full((3, 2, 40), math.nan)

@@ -62,6 +62,14 @@ def test_every_width(dtype: torch.dtype, head_dim: int) -> None:
     cases.check_stitch(case, compact.fill_ragged, fill=True)
 
 
+@interpreted
+def test_lists_of_several_tiles() -> None:
+    shape = cases.Shape(num_layers=1, num_heads=1)
+    case = cases.make_case(shape, [cases.Request(5000, full(shape, 3000))])
+    cases.check_stitch(case, compact.pack_ragged, fill=False)
+    cases.check_stitch(case, compact.fill_ragged, fill=True)
+
+
 @pytest.mark.parametrize("pack", PACK)
 def test_pack_reads_shared_blocks(pack: cases.Stitch) -> None:
     shape = cases.Shape()
