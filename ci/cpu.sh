@@ -58,14 +58,22 @@ python_tests() {
   stage python "pytest"
   # Unquoted on purpose: PYTEST_ARGS holds several arguments.
   # shellcheck disable=SC2086
-  pytest -q --durations=10 -m "not gpu and not perf and not slow" ${PYTEST_ARGS:-}
+  pytest -q --durations=10 -m "not gpu and not perf and not slow" --ignore=tests/unit/kernels ${PYTEST_ARGS:-}
 }
 
-(($#)) || set -- lint types native python
+# A process of its own: Triton is interpreted or compiled for as long as a process lives, and engines inherit the choice.
+kernels() {
+  stage kernels "pytest, kernels in Triton's interpreter"
+  # shellcheck disable=SC2086
+  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 pytest -q --durations=10 -m "not gpu and not perf and not slow" \
+    tests/unit/kernels ${PYTEST_ARGS:-}
+}
+
+(($#)) || set -- lint types native kernels python
 for name in "$@"; do
   case $name in
-    lint | format | types | native) "$name" ;;
+    lint | format | types | native | kernels) "$name" ;;
     python) python_tests ;;
-    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native or python" >&2; exit 2 ;;
+    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels or python" >&2; exit 2 ;;
   esac
 done

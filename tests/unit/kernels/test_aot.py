@@ -1,0 +1,70 @@
+"""Every kernel variant compiles for the GPUs that matter on a machine that has none, and fits an L4 (sm_89)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compile_variants
+import pytest
+
+from nitro.kernels import _moves, select
+from nitro.kernels._triton.variants import all_variants
+
+ARCHS = (80, 89, 90)
+SHARED_BYTES = 99 * 1024  # what one block may have on sm_86 and sm_89
+NAMES = [variant.name for variant in all_variants()]
+ALIGNED_MOVES = [name for name in NAMES if name.startswith(("pack-", "fill-")) and not name.endswith("unaligned")]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, Any]]:
+    """By (variant, architecture). Triton's cache is kept from run to run."""
+    cache = request.config.cache.mkdir("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(compile_variants.__file__)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(arch)],
+            env=env | {"TRITON_CACHE_DIR": str(cache)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for arch in ARCHS
+    ]
+    lines = [json.loads(line) for process in processes for line in process.communicate()[0].splitlines()]
+    assert [process.returncode for process in processes] == [0] * len(ARCHS)
+    return {(line["name"], line["arch"]): line for line in lines}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_and_fits(outcomes: dict[tuple[str, int], dict[str, Any]], name: str, arch: int) -> None:
+    outcome = outcomes[name, arch]
+    assert "error" not in outcome, outcome["error"]
+    assert outcome["shared"] <= SHARED_BYTES
+    if arch == 89:
+        assert outcome["spilled"] == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ALIGNED_MOVES)
+def test_moves_take_sixteen_bytes_at_once(
+    outcomes: dict[tuple[str, int], dict[str, Any]], name: str, arch: int
+) -> None:
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(outcomes[name, arch]["accesses"])
+
+
+@pytest.mark.parametrize("length", [1, 400, 512, 513, 5000, 8192, 8193, 131072])
+def test_registry_has_what_the_launchers_choose(length: int) -> None:
+    tile, num_warps = select._shape(length, None)
+    known = {
+        (v.name.split("-")[0], v.constexprs["BLOCK"], v.num_warps) for v in all_variants() if "BLOCK" in v.constexprs
+    }
+    assert {("topk", tile, num_warps), ("threshold", tile, num_warps)} <= known
+    tile, num_warps = _moves.list_shape(length)
+    assert {("list_pack", tile, num_warps), ("list_fill", tile, num_warps)} <= known
