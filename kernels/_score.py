@@ -143,7 +143,7 @@ def dense_rows(layers: PagedLayers, batch: RaggedBatch) -> Iterator[tuple[int, s
     for request, (first, length) in enumerate(zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False)):
         table = batch.block_tables[request]
         rows = torch.stack([layers.rows(layer, table, length) for layer in range(layers.num_layers)]).float()
-        keys, values = rows.split(layers.head_dim, dim=-1)
+        keys, values = rows[..., : layers.head_dim], rows[..., layers.head_dim :]
         yield request, slice(first, first + length), keys.contiguous(), values.contiguous()
 
 

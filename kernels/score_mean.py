@@ -205,7 +205,7 @@ def _keydiff(keys: Tensor) -> Tensor:
     norms = norms_ref(keys)
     bad = norms.isnan()
     unit = keys.masked_fill(bad.unsqueeze(-1), 0.0) / norms.nan_to_num(1.0).clamp_min(_MIN_NORM).unsqueeze(-1)
-    anchor = unit.sum(dim=-2, keepdim=True)
+    anchor: Tensor = unit.sum(dim=-2, keepdim=True)
     anchor = anchor / torch.linalg.vector_norm(anchor, dim=-1, keepdim=True).clamp_min(_MIN_NORM)
     return -(unit * anchor).sum(dim=-1).masked_fill(bad, torch.nan)
 
@@ -237,18 +237,21 @@ def variants() -> list[Variant]:
     """Return what the launchers may launch, of the kinds of caches those that differ most."""
     from nitro.kernels._triton.score_mean import centred_kernel, keydiff_kernel, keydiff_unrotated_kernel
 
-    kinds = ((torch.float16, 128), (torch.bfloat16, 80), (torch.float32, 256))
     found = [
         cache_variant(f"score-{name}", kernel, dtype, head_dim, _choice(dtype, head_dim), {})
-        for name, kernel in (("keydiff", keydiff_kernel), ("vnorm_centred", centred_kernel))
-        for dtype, head_dim in kinds
+        for name, kernel, dtype, head_dim in (
+            ("keydiff", keydiff_kernel, torch.bfloat16, 64),
+            ("keydiff", keydiff_kernel, torch.float16, 128),
+            ("keydiff", keydiff_kernel, torch.float32, 256),
+            ("vnorm_centred", centred_kernel, torch.bfloat16, 80),
+            ("vnorm_centred", centred_kernel, torch.float32, 256),
+        )
     ]
     pointers = {"positions": "*i32", "cos_sin": "*fp32"}
     for dtype, head_dim, rotary, interleaved in (
-        (torch.float16, 128, 128, False),
-        (torch.bfloat16, 80, 80, True),
-        (torch.bfloat16, 256, 64, False),
-        (torch.float32, 128, 128, True),
+        (torch.bfloat16, 64, 64, False),
+        (torch.float16, 96, 48, False),
+        (torch.float32, 256, 256, True),
     ):
         chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved}
         name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}"

@@ -77,7 +77,7 @@ def test_gravity(case: cases.Case, softening: float) -> None:
     cases.check_gravity(case, softening)
 
 
-@few
+@settings(max_examples=5)
 @given(any_case, st.integers(0, 4), st.sampled_from([2, 7, 16, 20]))
 def test_lagkv(case: cases.Case, sinks: int, lag: int) -> None:
     cases.check_lagkv(case, sinks, lag)
@@ -148,8 +148,8 @@ def test_what_is_not_finite_changes_no_other_score(where: str, value: float) -> 
 
 
 def test_gravity_over_several_parts_of_the_window() -> None:
-    for window in (33, 64, 200):
-        cases.check_gravity(cases.make_case(SMALL, [70, 50], moved=True, window=window, bad=0.05))
+    for window in (33, 200):
+        cases.check_gravity(cases.make_case(SMALL, [50, 70], moved=True, window=window, bad=0.05))
 
 
 def test_positions_beyond_the_table_are_not_read() -> None:
