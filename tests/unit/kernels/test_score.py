@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nitro.kernels import score, score_gravity, score_lagkv, score_mean, score_slots
+from nitro.kernels import _score, score, score_gravity, score_lagkv, score_mean, score_slots
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 from .conftest import interpreted
@@ -24,6 +24,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_slots, "_TILE_BYTES", 1)
     monkeypatch.setattr(score_slots, "_SLOTS", 16)
     monkeypatch.setattr(score_mean, "_TILE_BYTES", 1)
+    monkeypatch.setattr(_score, "CHUNK", 32)
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
     monkeypatch.setattr(score_gravity, "_PULLED", 4)
     monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
@@ -207,6 +208,7 @@ def _any_scores(layers: PagedLayers, batch: RaggedBatch) -> torch.Tensor:
 def test_number_of_launches_is_constant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import GridExecutor
 
+    monkeypatch.setattr(_score, "CHUNK", 4096)
     launched: list[object] = []
     launch = GridExecutor.__call__
 
