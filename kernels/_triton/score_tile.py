@@ -39,6 +39,15 @@ def chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK: tl.conste
 
 
 @triton.jit
+def added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``, in order."""
+    sums = tl.load(partials + column)
+    for chunk in range(1, (length + CHUNK - 1) // CHUNK):
+        sums += tl.load(partials + chunk * PARTIAL + column)
+    return sums
+
+
+@triton.jit
 def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address of one head's first key in block 0 of one layer."""
     pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))
@@ -78,17 +87,23 @@ def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_
 
 
 @triton.jit
-def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return D elements at each offset as float32 ``[len(offset), WIDTH]``; zero where not live and from D on.
-
-    Upcast before any arithmetic: the square of a float16 overflows from 256 on.
-    """
+def load_elements(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return D elements at each offset, ``[len(offset), WIDTH]``; zero where not live and from D on."""
     column = tl.arange(0, WIDTH)
     wanted = live[:, None]
     if WIDTH > D:
         wanted = wanted & (column < D)[None, :]
     column = column.to(tl.int64) * stride_dim
-    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what `load_elements` does as float32.
+
+    Upcast before any arithmetic: the square of a float16 overflows from 256 on.
+    """
+    return load_elements(pointer, offset, live, stride_dim, D, WIDTH).to(tl.float32)
 
 
 @triton.jit
