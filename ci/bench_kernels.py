@@ -69,7 +69,7 @@ CHOICES: dict[str, tuple[ModuleType, str]] = {
     "score lagkv": (score_lagkv, "_choice"),
 }
 SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (4096, 8192, 16384, 32768), (2, 4, 8), (3, 4)
-SWEPT_CHUNKS = (1024, _score.CHUNK)
+SWEPT_CHUNKS = (1024, 4096)
 
 
 class Run:
