@@ -16,6 +16,7 @@ from .score_tile import (
     head_pointer,
     load_elements,
     load_rows,
+    one_added_up,
     ragged_row,
     row_of,
     slot_of,
@@ -143,9 +144,9 @@ def gravity_kernel(
     if PHASE == 0 or PHASE == 2:
         if PHASE == 2:
             mean = added_up(partials, length, column, CHUNK, partial)
-            mean_square = added_up(partials, length, WIDTH, CHUNK, partial)
-            mean_mass = added_up(partials, length, WIDTH + 1, CHUNK, partial)
-            count = added_up(partials, length, WIDTH + 2, CHUNK, partial)
+            mean_square = one_added_up(partials, length, WIDTH, CHUNK, partial)
+            mean_mass = one_added_up(partials, length, WIDTH + 1, CHUNK, partial)
+            count = one_added_up(partials, length, WIDTH + 2, CHUNK, partial)
         count = tl.maximum(count, 1.0)
         mean = mean / count
         spread = mean_square / count - tl.sum(mean * mean, axis=0)
@@ -212,8 +213,8 @@ def gravity_kernel(
 
     if PHASE == 0 or PHASE == 3:
         if PHASE == 3:
-            mean_pull = added_up(partials, length, WIDTH + 3, CHUNK, partial)
-            count = tl.maximum(added_up(partials, length, WIDTH + 2, CHUNK, partial), 1.0)
+            mean_pull = one_added_up(partials, length, WIDTH + 3, CHUNK, partial)
+            count = tl.maximum(one_added_up(partials, length, WIDTH + 2, CHUNK, partial), 1.0)
         inverse_pull = 1.0 / tl.maximum(mean_pull / count, _TINY)
         for start in range(begin, end, PULLED):
             slot = start + tl.arange(0, PULLED)

@@ -16,6 +16,7 @@ from .score_tile import (
     finite,
     head_pointer,
     load_rows,
+    one_added_up,
     position_of,
     ragged_row,
     row_of,
@@ -308,7 +309,7 @@ def centred_kernel(
     if SECOND:
         if not FIRST:
             mean = added_up(partials, length, column, CHUNK, partial)
-            count = added_up(partials, length, WIDTH, CHUNK, partial)
+            count = one_added_up(partials, length, WIDTH, CHUNK, partial)
         mean = mean / tl.maximum(count, 1.0)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             slot = start + tl.arange(0, TILE)

@@ -6,6 +6,8 @@ A *row* is one (request, layer, KV head). Shapes and meanings of the parameters 
 import triton
 import triton.language as tl
 
+_TOGETHER = tl.constexpr(16)  # partial sums that are loaded at a time
+
 
 @triton.jit
 def row_of(row, L, H):
@@ -40,11 +42,26 @@ def chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK: tl.conste
 
 @triton.jit
 def added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
-    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``, in order."""
-    sums = tl.load(partials + column)
-    for chunk in range(1, (length + CHUNK - 1) // CHUNK):
-        sums += tl.load(partials + chunk * PARTIAL + column)
-    return sums
+    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``.
+
+    A few chunks at a time: one by one, each would wait for memory.
+    """
+    sums = tl.zeros([_TOGETHER, column.shape[0]], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        live = chunk * CHUNK < length
+        sums += tl.load(partials + chunk[:, None] * PARTIAL + column[None, :], mask=live[:, None], other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def one_added_up(partials, length, column: tl.constexpr, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return what `added_up` does for a single column, as a scalar."""
+    sums = tl.zeros([_TOGETHER], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        sums += tl.load(partials + chunk * PARTIAL + column, mask=chunk * CHUNK < length, other=0.0)
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
