@@ -26,7 +26,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_mean, "_TILE_BYTES", 1)
     monkeypatch.setattr(_score, "CHUNK", 32)
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
-    monkeypatch.setattr(score_gravity, "_PULLED", 4)
+    monkeypatch.setattr(score_gravity, "_PULLED", 16)
     monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
 
 
