@@ -153,6 +153,12 @@ def test_gravity_over_several_parts_of_the_window() -> None:
         cases.check_gravity(cases.make_case(SMALL, [50, 40], moved=True, window=window, bad=0.05))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_gravity_of_keys_that_differ_little(dtype: torch.dtype) -> None:
+    """Most of what is multiplied cancels; some models have such keys in some layers."""
+    cases.check_gravity(cases.make_case(cases.Shape(1, 2, 16, 64, dtype), [60], window=32, offset=300.0))
+
+
 def test_positions_beyond_the_table_are_not_read() -> None:
     case = cases.make_case(SMALL, [40])
     table = cases.rotary_table(32, 30)
