@@ -21,6 +21,7 @@ import triton
 from nitro.kernels._triton.variants import Variant, all_variants
 
 VARIANTS = all_variants()
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)")  # how many bytes
 
 
 def outcome(variant: Variant, arch: int) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def outcome(variant: Variant, arch: int) -> dict[str, Any]:
         "registers": registers,
         "spilled": stack + local,  # bytes: no kernel here has local arrays, so whatever is there has been spilled
         "accesses": sorted(set(re.findall(r"(?:ld|st)\.global[\w.]*", compiled.asm["ptx"]))),
+        "copied": sorted({int(size, 0) for size in _COPY.findall(compiled.asm["ptx"])}),
     }
 
 

@@ -17,6 +17,11 @@ from nitro.kernels._triton.variants import all_variants
 ARCHS = (80, 89, 90)
 SHARED_BYTES = 99 * 1024  # what one block may have on sm_86 and sm_89
 NAMES = [variant.name for variant in all_variants()]
+READING = [
+    v.name
+    for v in all_variants()
+    if v.name.startswith("score-") and "DTYPE" in v.constexprs and v.constexprs.get("PHASE") != 3
+]
 ALIGNED_MOVES = [name for name in NAMES if name.startswith(("pack-", "fill-")) and not name.endswith("unaligned")]
 
 
@@ -51,6 +56,14 @@ def test_moves_take_sixteen_bytes_at_once(
     outcomes: dict[tuple[str, int], dict[str, Any]], name: str, arch: int
 ) -> None:
     assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(outcomes[name, arch]["accesses"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", READING)
+def test_scores_read_sixteen_bytes_at_once(
+    outcomes: dict[tuple[str, int], dict[str, Any]], name: str, arch: int
+) -> None:
+    assert 16 in outcomes[name, arch]["copied"]
 
 
 @pytest.mark.parametrize("length", [1, 400, 512, 513, 5000, 8192, 8193, 131072])
