@@ -56,9 +56,7 @@ def copy_blocks_ref(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> No
         where[target] = where[source]
 
 
-def stamp_positions(
-    layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor
-) -> None:
+def stamp_positions(layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor) -> None:
     """Store the logical position ``slot + shift`` in each request's slots ``[first, length)``; one launch.
 
     Slots that were written since a request's last eviction hold consecutive tokens, so that nothing has to be stored
@@ -161,4 +159,3 @@ def variants() -> list[Variant]:
             )
         )
     return found
-

@@ -105,6 +105,10 @@ class PagedLayers:
         """Where the caches are."""
         return self.caches[0].device
 
+    def part(self, start: int, stop: int) -> PagedLayers:
+        """Return the layers ``[start, stop)``; an even ``start`` keeps ``base`` at a multiple of ``VECTOR_BYTES``."""
+        return PagedLayers(self.base[start:stop], self.caches[start:stop], self.strides, self.aligned)
+
     def rows(self, layer: int, block_table: Tensor, length: int) -> Tensor:
         """Gather one request's K and V of one layer: a new tensor ``[num_kv_heads, length, 2 * head_dim]``.
 
@@ -236,7 +240,7 @@ class RaggedBatch:
         arrays: list[_Array] = [offsets, sizes, kept, protected, tables]
         if targets is not None:
             arrays.append(targets)
-        on_device = _to_device(arrays, torch.device(device))
+        on_device = to_device(arrays, torch.device(device))
         return cls(
             block_tables=on_device[4],
             lengths=on_device[1],
@@ -269,8 +273,11 @@ def _check_counts(
         )
 
 
-def _to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one go, without waiting for it; each begins at a multiple of ``VECTOR_BYTES``."""
+def to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
+    """Copy int32 and int64 arrays to the device in one go, without waiting for it.
+
+    Each begins at a multiple of ``VECTOR_BYTES``, since Triton compiles a kernel once more for pointers that do not.
+    """
     starts = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([-(-x.nbytes // VECTOR_BYTES) * VECTOR_BYTES for x in arrays], out=starts[1:])
     staged = torch.zeros(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
