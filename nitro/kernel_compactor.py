@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nitro.compactor import Compactor, Planned
 from nitro.kernels.blocks import copy_blocks, stamp_positions
@@ -37,6 +38,13 @@ def positions_bytes(num_kv_heads: int, block_size: int) -> int:
 def can_score(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether there are kernels for caches of this dtype and head dimension."""
     return dtype in (torch.float16, torch.bfloat16, torch.float32) and 2 <= head_dim <= 256
+
+
+def _drawn_like(cache: Tensor, blocks: int) -> Tensor:
+    """Return a cache of a few blocks of random K and V, with the same strides."""
+    return torch.empty_strided(
+        (blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
+    ).normal_()
 
 
 class KernelCompactor(Compactor):
@@ -96,9 +104,15 @@ class KernelCompactor(Compactor):
             seed=self.seed,
         )
         checked_score(policy, trial)
-        table = [number % self.layers.num_blocks for number in range(-(-length // self.block_size))]
-        batch = self._batch([table], [length], [length], [self.sinks])
-        checked_score_ragged(policy, self._ragged(batch, [length], [length], [0], newest_last=True))
+        blocks = -(-length // self.block_size)
+        drawn = [_drawn_like(cache, blocks) for cache in self.layers.caches]
+        positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
+        positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
+        batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])
+        x = self._ragged(batch, [length], [length], [0], newest_last=True)
+        for newest_last in (True, False):
+            x = dataclasses.replace(x, layers=PagedLayers.of(drawn), positions=positions, newest_last=newest_last)
+            checked_score_ragged(policy, x)
         self.policy = policy
 
     def _warm_up(self, policy: Policy) -> None:
