@@ -215,7 +215,6 @@ def variants() -> list[Variant]:
     mapping = {"slot_mapping": "*i64", "scores": "*fp32"}
     for dtype, heads, head_dim in (
         (torch.bfloat16, 2, 64),
-        (torch.bfloat16, 8, 128),
         (torch.float16, 3, 80),
         (torch.float32, 1, 256),
     ):

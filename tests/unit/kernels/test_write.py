@@ -116,7 +116,7 @@ for variant in write_scores.variants() + write_filter.variants():
     for arch in {ARCHS}:
         print(json.dumps([variant.name, arch, compile_variants.outcome(variant, arch)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, check=True, capture_output=True, text=True)
     return {(name, arch): outcome for name, arch, outcome in map(json.loads, done.stdout.splitlines())}
 
 
