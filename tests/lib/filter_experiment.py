@@ -1,4 +1,4 @@
-"""A prompt in chunks under `streaming`, its tokens written, filtered or never computed; prints docs/kernels.md's table."""
+"""A prompt in chunks under `streaming`, its tokens written, filtered or left out; prints docs/kernels.md's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a write filter does to a chunked prefill on stock paged attention, and the few cases where it changes nothing."""
+"""What a write filter does to a chunked prefill on stock paged attention, and where it changes nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from write_filter import filter_slots_ref
 
 MODEL = Model()
 # docs/kernels.md has these figures. Rejected tokens; stale reads, and queries with one; with shorter lengths: queries
-# that read the wrong set, that miss themselves, that read nothing, survivors that do not even read what they would if the
-# rejected did not exist; peak slots, with the chunk written and with an attention of our own.
+# that read the wrong set, that miss themselves, that read nothing, survivors that do not even read what they would if
+# the rejected did not exist; peak slots, with the chunk written and with an attention of our own.
 FIGURES = {
     "1": (0, 0, 0, 0, 0, 0, 0, 13, 12),
     "8": (0, 0, 0, 0, 0, 0, 0, 20, 12),
