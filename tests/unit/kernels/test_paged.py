@@ -159,5 +159,5 @@ def test_without_the_interpreter_a_cpu_is_refused() -> None:
         "except ValueError as error: print(error)"
     )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "set it, or call select_ragged_ref" in done.stdout
