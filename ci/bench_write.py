@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "lib")]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "lib"))
 
-import write_scores  # noqa: E402
-from bench_kernels import copy_bandwidth, gpu_micros  # noqa: E402
+import write_scores
+from gpu_timing import copy_bandwidths, gpu_micros
 
-from nitro.kernels import score  # noqa: E402
-from nitro.kernels.paged import PagedLayers, RaggedBatch  # noqa: E402
+from nitro.kernels import score
+from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 REPEATS = 50
 CHUNK = 8192  # tokens of a step that prefills
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results there")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_properties(torch.cuda.current_device()).name
-    copy = copy_bandwidth()
+    copy = max(copy_bandwidths().values())
     print(f"{device}, torch {torch.__version__}: copy {copy / 1e9:.0f} GB/s (read + write)")
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "copy_bytes_per_second": copy}
     failed = False

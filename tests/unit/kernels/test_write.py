@@ -77,6 +77,32 @@ def test_wide() -> None:
     cases.check_wide()
 
 
+@interpreted
+def test_number_of_launches_is_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    launched: list[object] = []
+    launch = GridExecutor.__call__
+
+    def counted(self: object, *args: object, **kwargs: object) -> object:
+        launched.append(self)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    for lengths in ([3], [40, 3, 17, 25]):
+        step = cases.make_step(cases.Shape(1, 2, 8, 32), sum(lengths))
+        launched.clear()
+        write_scores.write_cache(step.keys, step.values, step.slot_mapping, step.cache, step.scores)
+        write_scores.write_knorm(step.keys, step.slot_mapping, step.scores)
+        assert len(launched) == 2
+        launched.clear()
+        cases.check_read(cases.Shape(3, 2, 8, 32), lengths)
+        assert len(launched) == 2  # it reads twice
+        launched.clear()
+        cases.check_filter(lengths, 3)
+        assert len(launched) == 2  # likewise
+
+
 def test_refusals() -> None:
     keys, mapping, scores = torch.zeros(5, 2, 64), torch.zeros(5, dtype=torch.int64), torch.zeros(3, 2, 8)
     write = write_scores.write_knorm_ref
