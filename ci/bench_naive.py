@@ -74,9 +74,9 @@ SHAPES = {
     # Half of 4k prompts on a model of the size of 8B.
     "large": Shape(requests=32, length=4096, keep=2048, layers=32, heads=8, head_dim=128),
 }
-# How far a cosine may be from that of the last token that stays where a way's choice differs from the reference's: twice
-# the error of a few float32 sums; and bfloat16's 8 bits, to which kvpress rounds unit keys, their mean, the products'
-# sum, the norms and the cosine.
+# How far a cosine may be from that of the last token that stays, where a way's choice is not the reference's: twice the
+# error of a few float32 sums; and bfloat16's 8 bits, to which kvpress rounds unit keys, their mean, the products' sum,
+# the norms and the cosine.
 FLOAT32_TOLERANCE = 8e-6
 BFLOAT16_TOLERANCE = 2**-5
 TINY = Shape(requests=3, length=43, keep=29, layers=2, heads=2, head_dim=16, block_size=8)

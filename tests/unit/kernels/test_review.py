@@ -57,15 +57,19 @@ def positions_of(layers: PagedLayers) -> torch.Tensor:
 def test_a_block_table_that_is_too_short() -> None:
     """``RaggedBatch.of`` documents ValueError for it, but never looks: a short row is padded with block -1.
 
-    ``check_tables`` sees the padded width only. What fill then writes lies before the cache.
+    ``check_tables`` sees the padded width only. What fill then reads, or would write, lies before the cache.
     """
     layers, memory = guarded_layers(block_size=4)
     before = memory.clone()
-    with pytest.raises(ValueError, match="table"):
+    mask = torch.ones(1, 1, 16, dtype=torch.uint8)
+    mask[..., [1, 2, 8, 9]] = 0
+
+    def evict() -> None:
         batch = RaggedBatch.of([[3], [0, 1]], [8, 8], [6, 6])  # 8 slots need two blocks
-        mask = torch.ones(1, 1, 16, dtype=torch.uint8)
-        mask[..., [4, 5, 8, 9]] = 0
         fill_ragged(layers, batch, mask, positions_of(layers))
+
+    with pytest.raises(ValueError, match="table"):
+        evict()
     assert torch.equal(memory, before)
 
 
@@ -73,11 +77,15 @@ def test_destination_tables_that_are_too_short() -> None:
     """Nothing looks at the width of ``dst_tables``: pack reads beyond the row, which is the next request's blocks."""
     layers, memory = guarded_layers(block_size=4)
     before = memory.clone()
-    with pytest.raises(ValueError, match="dst_tables"):
+
+    def evict() -> None:
         # 6 slots stay, which need two blocks: the second request's only block takes the first one's overflow.
         batch = RaggedBatch.of([[0, 1], [2, 3]], [8, 8], [6, 4], dst_tables=[[4], [5]])
         mask, _ = select_ragged_ref(torch.arange(16.0).view(1, 1, 16), batch)
         pack_ragged(layers, batch, mask, positions_of(layers))
+
+    with pytest.raises(ValueError, match="dst_tables"):
+        evict()
     assert torch.equal(memory, before)
 
 
