@@ -439,7 +439,8 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     described = torch.cuda.get_device_properties(device).name if cuda else "CPU"
     shapes = {"tiny": TINY} if arguments.tiny else {name: SHAPES[name] for name in arguments.shape or SHAPES}
-    rows, failures = [], 0
+    rows: list[dict[str, Any]] = []
+    failures = 0
     for name, shape in shapes.items():
         if arguments.layers:
             shape = dataclasses.replace(shape, layers=arguments.layers)
