@@ -69,7 +69,12 @@ def make_model(family: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"vocab_size": 256, "intermediate_size": 192, "initializer_range": 0.1, "max_position_embeddings": 2048}
     if family == "llama":
         config = transformers.LlamaConfig(**sizes, head_dim=64)
