@@ -199,7 +199,7 @@ def row(model: Model, chunks: Sequence[int]) -> tuple[int, ...]:
 def main() -> None:
     model = Model()
     for name, chunks in TABLE.items():
-        print(f"| {name} |", " | ".join(map(str, row(model, chunks))), "|")
+        print(f"| {name} |", " | ".join(f"{n:,}" for n in row(model, chunks)), "|")
 
 
 if __name__ == "__main__":
