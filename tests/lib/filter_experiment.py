@@ -166,8 +166,8 @@ def influence(model: Model, tokens: Sequence[int], keep: Sequence[Sequence[bool]
     if not uses:
         return [[False] * size for _ in keep]
     generator = torch.Generator().manual_seed(3)
-    total = sum((torch.randn(use.shape, generator=generator, dtype=torch.float64) * use).sum() for use in uses)
-    (gradient,) = torch.autograd.grad(total, nudges)
+    weighed = [(torch.randn(use.shape, generator=generator, dtype=torch.float64) * use).sum() for use in uses]
+    (gradient,) = torch.autograd.grad(torch.stack(weighed).sum(), nudges)
     return (gradient.abs().amax((-1, -2)) > 0).tolist()
 
 
@@ -199,7 +199,7 @@ def row(model: Model, chunks: Sequence[int]) -> tuple[int, ...]:
 def main() -> None:
     model = Model()
     for name, chunks in TABLE.items():
-        print(f"| {name} |", " | ".join(map(str, row(model, chunks))), "|")
+        print(f"| {name} |", " | ".join(f"{n:,}" for n in row(model, chunks)), "|")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Engine:
             The hidden states that leave the last layer, and ``[layer][query]`` whose rows were read.
         """
         hidden = [self.model.embed(token, position) for token, position in zip(tokens, positions, strict=True)]
-        seen = []
+        seen: list[list[list[int]]] = []
         self.peak = max(self.peak, seq_len)
         for layer, mapping in enumerate(mappings):
             rows = [self.model.key_value(layer, x) for x in hidden]

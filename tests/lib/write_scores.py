@@ -87,7 +87,7 @@ def write_cache(
     if rows:
         from write_kernels import cache_write_kernel
 
-        constexprs = _constexprs(keys.dtype, *keys.shape[1:], cache.shape[2])
+        constexprs = _constexprs(keys.dtype, keys.shape[1], keys.shape[2], cache.shape[2])
         part, sign = SCORES[name]
         cache_write_kernel[(-(-rows // constexprs["ROWS"]),)](
             keys,
@@ -166,7 +166,7 @@ def _write(x: Tensor, slot_mapping: Tensor, scores: Tensor, sign: float, referen
     if rows:
         from write_kernels import norm_write_kernel
 
-        constexprs = _constexprs(x.dtype, *x.shape[1:], scores.shape[2])
+        constexprs = _constexprs(x.dtype, x.shape[1], x.shape[2], scores.shape[2])
         norm_write_kernel[(-(-rows // constexprs["ROWS"]),)](
             x, slot_mapping, scores, rows, *x.stride(), SIGN=sign, **constexprs, num_warps=_WARPS
         )
@@ -221,9 +221,9 @@ def variants() -> list[Variant]:
         constexprs, kind = _constexprs(dtype, heads, head_dim, 16), f"*{DTYPES[dtype]}"
         name = f"{DTYPES[dtype]}-{heads}x{head_dim}"
         norm = constexprs | {"SIGN": -1.0, "stride_dim": 1}
-        divisible = ("stride_token", "stride_head")
+        rows = ("stride_token", "stride_head")
         found.append(
-            Variant(f"write-norm-{name}", norm_write_kernel, {"x": kind, **mapping}, norm, _WARPS, divisible=divisible)
+            Variant(f"write-norm-{name}", norm_write_kernel, {"x": kind, **mapping}, norm, _WARPS, divisible=rows)
         )
         write = constexprs | {"PART": 0, "SIGN": -1.0} | dict.fromkeys(("key_dim", "value_dim", "cache_dim"), 1)
         pointers = {"keys": kind, "values": kind, "cache": kind, **mapping}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import filter_experiment as experiment
 import pytest
 import torch
@@ -24,6 +26,7 @@ from toy_engine import Engine, Model
 from write_filter import filter_slots_ref
 
 MODEL = Model()
+DOCUMENT = Path(__file__).parents[3] / "docs" / "kernels.md"
 # docs/kernels.md has these figures. Rejected tokens; stale reads, and queries with one; with shorter lengths: queries
 # that read the wrong set, that miss themselves, that read nothing, survivors that do not even read what they would if
 # the rejected did not exist; peak slots, with the chunk written and with an attention of our own.
@@ -50,6 +53,8 @@ def assert_same(got: experiment.Outcome, want: experiment.Outcome) -> None:
 def test_figures_of_the_documentation(name: str) -> None:
     chunks, figures = TABLE[name], experiment.row(MODEL, TABLE[name])
     assert figures == FIGURES[name]
+    cells = " | ".join(f"{figure:,}" for figure in figures)
+    assert f"| {name} | {cells} |" in DOCUMENT.read_text(encoding="utf-8")
     # The same by arithmetic: a rejected token is missed by all queries of its chunk from its own on.
     rejected = stale = peak = end = 0
     for size in chunks:
