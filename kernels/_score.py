@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Caches that can be scored, and Triton's names for them."""
+
+CHUNK = 4096
+"""Slots that one program adds up; longer rows are shared by several, which takes two launches."""
 
 _MIN_TILE = 16
 _PROGRAMS = 8192  # rows are shared by several programs while there are fewer than this: a few for each processor
@@ -35,6 +38,37 @@ def power_of_two(n: int) -> int:
 def splits_of(batch: RaggedBatch, rows: int, tile: int) -> int:
     """Return how many programs share a row in a kernel whose tiles are independent."""
     return max(1, min(cdiv(batch.max_length, tile), cdiv(_PROGRAMS, max(rows, 1))))
+
+
+class Chunks(NamedTuple):
+    """How rows are cut where they are added up, and where the partial sums go.
+
+    Attributes:
+        per_row: programs that share a row; 1 where one does it all.
+        rows: of ``partials``.
+        partials: float32 ``[L, H, rows, width]``; None where one program does it all.
+    """
+
+    per_row: int
+    rows: int
+    partials: Tensor | None
+
+    @property
+    def phases(self) -> tuple[dict[str, bool], ...]:
+        """Which passes each launch makes."""
+        if self.per_row == 1:
+            return ({"FIRST": True, "SECOND": True},)
+        return {"FIRST": True, "SECOND": False}, {"FIRST": False, "SECOND": True}
+
+
+def chunks_of(layers: PagedLayers, batch: RaggedBatch, width: int) -> Chunks:
+    """Return how to cut rows into chunks of ``CHUNK`` slots, with room for partial sums of ``width`` elements."""
+    per_row = max(cdiv(batch.max_length, CHUNK), 1)
+    if per_row == 1:
+        return Chunks(1, 0, None)
+    rows = batch.total // CHUNK + batch.num_requests
+    shape = (layers.num_layers, layers.num_kv_heads, rows, width)
+    return Chunks(per_row, rows, torch.empty(shape, dtype=torch.float32, device=batch.device))
 
 
 def tile_shape(dtype: torch.dtype, head_dim: int, tile_bytes: int) -> dict[str, int]:
@@ -143,7 +177,7 @@ def dense_rows(layers: PagedLayers, batch: RaggedBatch) -> Iterator[tuple[int, s
     for request, (first, length) in enumerate(zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False)):
         table = batch.block_tables[request]
         rows = torch.stack([layers.rows(layer, table, length) for layer in range(layers.num_layers)]).float()
-        keys, values = rows.split(layers.head_dim, dim=-1)
+        keys, values = rows[..., : layers.head_dim], rows[..., layers.head_dim :]
         yield request, slice(first, first + length), keys.contiguous(), values.contiguous()
 
 

@@ -1,9 +1,10 @@
 """Scores of cached tokens, for a ragged batch of requests, all layers and all KV heads, on the paged caches.
 
-Each function launches a constant number of kernels and never waits for the device. It returns float32
-``[L, H, total]``, ragged along the last dimension as `nitro.kernels.paged.RaggedBatch` says. Higher stays. A slot whose
-key or value is not finite, or has a square beyond float32, scores NaN and changes no other score. All sums are in
-float32 and in an order that depends on the request alone. ``NAME_ref`` is the reference of ``NAME`` in PyTorch.
+Each function launches a constant number of kernels and never waits for the device; scores against a mean take one more
+where a request is so long that several programs share it. They return float32 ``[L, H, total]``, ragged along the last
+dimension as `nitro.kernels.paged.RaggedBatch` says. Higher stays. A slot whose key or value is not finite, or has a
+square beyond float32, scores NaN and changes no other score. All sums are in float32 and in an order that depends on
+the request alone. ``NAME_ref`` is the reference of ``NAME`` in PyTorch.
 """
 
 from __future__ import annotations

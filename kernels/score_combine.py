@@ -239,7 +239,7 @@ def rank_sum_ref(
     out = torch.empty_like(a)
     for request, columns in enumerate(_columns(batch)):
         forced = _forced(batch, request, evictable)
-        sums = 0.0
+        sums = torch.zeros((), device=a.device)
         for scores, weight in zip((a, b), weights, strict=True):
             row = in_order(scores[..., columns], order, columns)
             ranked = ~row.isnan() & ~forced
@@ -343,7 +343,7 @@ def zscore_sum_ref(
     out = torch.empty_like(a)
     for request, columns in enumerate(_columns(batch)):
         forced = _forced(batch, request, evictable)
-        sums = 0.0
+        sums = torch.zeros((), device=a.device)
         for scores, weight, scope in zip((a, b), weights, scopes, strict=True):
             row = in_order(scores[..., columns], order, columns)
             dims = {"head": (2,), "layer": (1, 2), "model": (0, 1, 2)}[scope]

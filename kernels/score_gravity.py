@@ -137,8 +137,8 @@ def variants() -> list[Variant]:
     pointers = {"order": "*i32", "mass": "*fp32", "means": "*fp32"}
     found = []
     for dtype, head_dim, ordered in (
-        (torch.float16, 128, False),
-        (torch.bfloat16, 80, True),
+        (torch.bfloat16, 64, False),
+        (torch.float16, 80, True),
         (torch.float32, 256, True),
     ):
         chosen = _choice(dtype, head_dim) | ({} if ordered else {"order": None})

@@ -168,8 +168,8 @@ def variants() -> list[Variant]:
     pointers = {"order": "*i32", "scratch": "*fp32"}
     found = []
     for dtype, head_dim, lag, ordered in (
-        (torch.float16, 128, 128, False),
-        (torch.bfloat16, 80, 100, True),
+        (torch.bfloat16, 128, 128, False),
+        (torch.float16, 96, 100, True),
         (torch.float32, 256, 1024, True),
     ):
         chosen = _choice(dtype, head_dim, lag) | {"RANKED": True} | ({} if ordered else {"order": None})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from nitro.kernels import _score
 from nitro.kernels._score import (
     cache_variant,
     check_array,
     check_moved,
     check_paged,
+    chunks_of,
     dense_positions,
     dense_rows,
     layers_constants,
@@ -42,20 +46,7 @@ def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = Non
     if out.numel():
         from nitro.kernels._triton.score_mean import keydiff_kernel
 
-        keydiff_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
-            layers.base,
-            batch.block_tables,
-            batch.lengths,
-            batch.offsets,
-            out,
-            batch.total,
-            batch.block_tables.shape[1],
-            layers.num_layers,
-            layers.num_kv_heads,
-            *layers.strides,
-            **layers_constants(layers),
-            **_choice(layers.dtype, layers.head_dim),
-        )
+        _launch(keydiff_kernel, layers, batch, out, _choice(layers.dtype, layers.head_dim), 0)
     return out
 
 
@@ -103,26 +94,35 @@ def keydiff_unrotated(
     if out.numel():
         from nitro.kernels._triton.score_mean import keydiff_unrotated_kernel
 
-        keydiff_unrotated_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
-            layers.base,
-            positions,
-            cos_sin,
-            batch.block_tables,
-            batch.lengths,
-            batch.offsets,
-            out,
-            batch.total,
-            batch.block_tables.shape[1],
-            layers.num_blocks,
-            cos_sin.shape[0],
-            layers.num_layers,
-            layers.num_kv_heads,
-            *layers.strides,
-            ROTARY=cos_sin.shape[1],
-            INTERLEAVED=interleaved,
-            **layers_constants(layers),
-            **_unrotated_choice(layers.dtype, layers.head_dim),
-        )
+        chosen = _unrotated_choice(layers.dtype, layers.head_dim)
+        chunks = chunks_of(layers, batch, 2 * chosen["HALF"])
+        rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+        for phase in chunks.phases:
+            keydiff_unrotated_kernel[(rows * chunks.per_row,)](
+                layers.base,
+                positions,
+                cos_sin,
+                batch.block_tables,
+                batch.lengths,
+                batch.offsets,
+                chunks.partials,
+                out,
+                batch.total,
+                batch.block_tables.shape[1],
+                layers.num_blocks,
+                cos_sin.shape[0],
+                chunks.per_row,
+                chunks.rows,
+                layers.num_layers,
+                layers.num_kv_heads,
+                *layers.strides,
+                ROTARY=cos_sin.shape[1],
+                INTERLEAVED=interleaved,
+                CHUNK=_score.CHUNK,
+                **phase,
+                **layers_constants(layers),
+                **chosen,
+            )
     return out
 
 
@@ -173,20 +173,7 @@ def vnorm_centred(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None
     if out.numel():
         from nitro.kernels._triton.score_mean import centred_kernel
 
-        centred_kernel[(batch.num_requests * layers.num_layers * layers.num_kv_heads,)](
-            layers.base,
-            batch.block_tables,
-            batch.lengths,
-            batch.offsets,
-            out,
-            batch.total,
-            batch.block_tables.shape[1],
-            layers.num_layers,
-            layers.num_kv_heads,
-            *layers.strides,
-            **layers_constants(layers),
-            **_choice(layers.dtype, layers.head_dim),
-        )
+        _launch(centred_kernel, layers, batch, out, _choice(layers.dtype, layers.head_dim), 4)
     return out
 
 
@@ -201,11 +188,39 @@ def vnorm_centred_ref(layers: PagedLayers, batch: RaggedBatch) -> Tensor:
     return out
 
 
+def _launch(
+    kernel: Any, layers: PagedLayers, batch: RaggedBatch, out: Tensor, chosen: dict[str, int], extra: int
+) -> None:
+    """Launch ``keydiff_kernel`` or ``centred_kernel``; partial sums have ``extra`` elements beside a row's."""
+    chunks = chunks_of(layers, batch, chosen["WIDTH"] + extra)
+    rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+    for phase in chunks.phases:
+        kernel[(rows * chunks.per_row,)](
+            layers.base,
+            batch.block_tables,
+            batch.lengths,
+            batch.offsets,
+            chunks.partials,
+            out,
+            batch.total,
+            batch.block_tables.shape[1],
+            chunks.per_row,
+            chunks.rows,
+            layers.num_layers,
+            layers.num_kv_heads,
+            *layers.strides,
+            CHUNK=_score.CHUNK,
+            **phase,
+            **layers_constants(layers),
+            **chosen,
+        )
+
+
 def _keydiff(keys: Tensor) -> Tensor:
     norms = norms_ref(keys)
     bad = norms.isnan()
     unit = keys.masked_fill(bad.unsqueeze(-1), 0.0) / norms.nan_to_num(1.0).clamp_min(_MIN_NORM).unsqueeze(-1)
-    anchor = unit.sum(dim=-2, keepdim=True)
+    anchor: Tensor = unit.sum(dim=-2, keepdim=True)
     anchor = anchor / torch.linalg.vector_norm(anchor, dim=-1, keepdim=True).clamp_min(_MIN_NORM)
     return -(unit * anchor).sum(dim=-1).masked_fill(bad, torch.nan)
 
@@ -237,20 +252,34 @@ def variants() -> list[Variant]:
     """Return what the launchers may launch, of the kinds of caches those that differ most."""
     from nitro.kernels._triton.score_mean import centred_kernel, keydiff_kernel, keydiff_unrotated_kernel
 
-    kinds = ((torch.float16, 128), (torch.bfloat16, 80), (torch.float32, 256))
-    found = [
-        cache_variant(f"score-{name}", kernel, dtype, head_dim, _choice(dtype, head_dim), {})
-        for name, kernel in (("keydiff", keydiff_kernel), ("vnorm_centred", centred_kernel))
-        for dtype, head_dim in kinds
-    ]
-    pointers = {"positions": "*i32", "cos_sin": "*fp32"}
-    for dtype, head_dim, rotary, interleaved in (
-        (torch.float16, 128, 128, False),
-        (torch.bfloat16, 80, 80, True),
-        (torch.bfloat16, 256, 64, False),
-        (torch.float32, 128, 128, True),
+    partials = {"partials": "*fp32"}
+    found = []
+    for name, kernel, dtype, head_dim, split in (
+        ("keydiff", keydiff_kernel, torch.bfloat16, 64, False),
+        ("keydiff", keydiff_kernel, torch.float16, 128, True),
+        ("keydiff", keydiff_kernel, torch.float32, 256, False),
+        ("vnorm_centred", centred_kernel, torch.bfloat16, 80, True),
+        ("vnorm_centred", centred_kernel, torch.float32, 256, False),
     ):
-        chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved}
-        name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}"
-        found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers))
+        for phase in _phases(split):
+            chosen = _choice(dtype, head_dim) | phase[1]
+            found.append(cache_variant(f"score-{name}{phase[0]}", kernel, dtype, head_dim, chosen, partials))
+    pointers = {"positions": "*i32", "cos_sin": "*fp32", **partials}
+    for dtype, head_dim, rotary, interleaved, split in (
+        (torch.bfloat16, 64, 64, False, False),
+        (torch.float16, 96, 48, False, True),
+        (torch.float32, 256, 256, True, False),
+    ):
+        for phase in _phases(split):
+            chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]
+            name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}{phase[0]}"
+            found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers))
     return found
+
+
+def _phases(split: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and constexpr parameters of the launches."""
+    size = {"CHUNK": _score.CHUNK}
+    if not split:
+        return [("", size | {"FIRST": True, "SECOND": True, "partials": None})]
+    return [(f"-{part}", size | {"FIRST": part == "first", "SECOND": part == "second"}) for part in ("first", "second")]

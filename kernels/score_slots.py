@@ -301,8 +301,8 @@ def variants() -> list[Variant]:
         )
         for name, part, sign, dtype, head_dim in (
             ("knorm", 0, -1.0, torch.float16, 128),
-            ("knorm", 0, -1.0, torch.float32, 256),
-            ("vnorm", 1, 1.0, torch.bfloat16, 80),
+            ("knorm", 0, -1.0, torch.float32, 96),
+            ("vnorm", 1, 1.0, torch.bfloat16, 64),
         )
     ]
     sizes = {"BLOCK_SIZE": 16, "TILE": _SLOTS}

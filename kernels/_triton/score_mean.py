@@ -1,32 +1,60 @@
 """Scores against a mean of the row: one pass forms the mean, a second one compares each slot with it.
 
-One program does both passes over its row, and adds up in the order of the slots whatever else is in the batch: the
-same request gets the same bits in every batch.
+Where no row is longer than CHUNK, one program does both passes (FIRST and SECOND), and the second finds much of the
+row in the cache. Otherwise the programs of a first launch each add up one chunk of a row, and those of a second one
+add up the row's partial sums and score one chunk. What is added up in which order depends on the request alone: it
+gets the same bits in every batch.
 """
 
 import triton
 import triton.language as tl
 
-from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset, values_of
+from .score_tile import (
+    chunk_index,
+    chunk_of,
+    finite,
+    head_pointer,
+    load_rows,
+    position_of,
+    ragged_row,
+    row_of,
+    slot_offset,
+    values_of,
+)
 
 _MIN_NORM = tl.constexpr(1e-12)  # a shorter vector has no direction worth the name
 
 
-@triton.jit(do_not_specialize=["total", "max_blocks", "L", "H"])
+@triton.jit
+def _added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``, in order."""
+    sums = tl.load(partials + column)
+    for chunk in range(1, (length + CHUNK - 1) // CHUNK):
+        sums += tl.load(partials + chunk * PARTIAL + column)
+    return sums
+
+
+@triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])
 def keydiff_kernel(
     base,
     tables,
     lengths,
     offsets,
+    partials,  # float32 [L, H, partial_rows, WIDTH]: each chunk's sum of unit keys; None if FIRST and SECOND
     out,  # float32 [L, H, total], written
     total,
     max_blocks,
+    chunks,  # programs that share a row
+    partial_rows,
     L,
     H,
     stride_block,
     stride_head,
     stride_slot,
     stride_dim,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    CHUNK: tl.constexpr,  # slots of a chunk
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -36,37 +64,47 @@ def keydiff_kernel(
     STAGES: tl.constexpr,
 ):
     """Minus the cosine between each key and the mean of unit keys."""
-    row = tl.program_id(0)
-    request, layer, head = row_of(row, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)
+    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    if partials is not None:
+        partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * WIDTH
+    column = tl.arange(0, WIDTH)
 
-    # Added up slot by slot of a tile, and over the tile at the end only: that sum goes through shared memory.
-    sums = tl.zeros([TILE, WIDTH], tl.float32)
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
-        square = tl.sum(key * key, axis=1)
-        inverse = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
-        # The second pass needs it again, and a NaN there makes the score one.
-        tl.store(out + slot, tl.where(finite(square), inverse, float("nan")), mask=live)
-        sums += tl.where(finite(square)[:, None], key, 0.0) * tl.where(finite(square), inverse, 0.0)[:, None]
-    anchor = tl.sum(sums, axis=0)
-    anchor = anchor / tl.maximum(tl.sqrt_rn(tl.sum(anchor * anchor, axis=0)), _MIN_NORM)
-    tl.debug_barrier()  # other threads of this program read the inverse norms
+    if FIRST:
+        # Added up slot by slot of a tile, and over the tile at the end only: that sum goes through shared memory.
+        sums = tl.zeros([TILE, WIDTH], tl.float32)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            square = tl.sum(key * key, axis=1)
+            inverse = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
+            # The second pass needs it again, and a NaN there makes the score one.
+            tl.store(out + slot, tl.where(finite(square), inverse, float("nan")), mask=live)
+            sums += tl.where(finite(square)[:, None], key, 0.0) * tl.where(finite(square), inverse, 0.0)[:, None]
+        anchor = tl.sum(sums, axis=0)
+        if SECOND:
+            tl.debug_barrier()  # other threads of this program read the inverse norms
+        elif begin < end:
+            tl.store(partials + chunk * WIDTH + column, anchor)
 
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        inverse = tl.load(out + slot, mask=live, other=0.0)
-        key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
-        cosine = tl.sum(key * anchor[None, :], axis=1) * inverse
-        tl.store(out + slot, -cosine, mask=live)
+    if SECOND:
+        if not FIRST:
+            anchor = _added_up(partials, length, column, CHUNK, WIDTH)
+        anchor = anchor / tl.maximum(tl.sqrt_rn(tl.sum(anchor * anchor, axis=0)), _MIN_NORM)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            inverse = tl.load(out + slot, mask=live, other=0.0)
+            key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            cosine = tl.sum(key * anchor[None, :], axis=1) * inverse
+            tl.store(out + slot, -cosine, mask=live)
 
 
 @triton.jit
@@ -127,7 +165,7 @@ def _undone_pairs(
     )
 
 
-@triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "max_position", "L", "H"])
+@triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "max_position", "chunks", "partial_rows", "L", "H"])
 def keydiff_unrotated_kernel(
     base,
     positions,  # int32 [L, num_blocks, H, BLOCK_SIZE], or None: the slot's index
@@ -135,17 +173,23 @@ def keydiff_unrotated_kernel(
     tables,
     lengths,
     offsets,
+    partials,  # float32 [L, H, partial_rows, 2 * HALF]: each chunk's sum of unit keys, first elements of pairs first
     out,  # float32 [L, H, total], written
     total,
     max_blocks,
     num_blocks,
     max_position,
+    chunks,
+    partial_rows,
     L,
     H,
     stride_block,
     stride_head,
     stride_slot,
     stride_dim,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     D: tl.constexpr,
@@ -157,62 +201,80 @@ def keydiff_unrotated_kernel(
     STAGES: tl.constexpr,
 ):
     """As `keydiff_kernel`, on keys as they were before RoPE."""
-    row = tl.program_id(0)
-    request, layer, head = row_of(row, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)
+    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    if partials is not None:
+        partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * 2 * HALF
+    pair = tl.arange(0, HALF)
 
-    sums_a = tl.zeros([TILE, HALF], tl.float32)
-    sums_b = tl.zeros([TILE, HALF], tl.float32)
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        position = slot
-        if positions is not None:
-            position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        a, b, _ = _undone_pairs(
-            pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
-        )
-        sums_a += a
-        sums_b += b
-    anchor_a = tl.sum(sums_a, axis=0)
-    anchor_b = tl.sum(sums_b, axis=0)
-    inverse = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
-    anchor_a *= inverse
-    anchor_b *= inverse
+    if FIRST:
+        sums_a = tl.zeros([TILE, HALF], tl.float32)
+        sums_b = tl.zeros([TILE, HALF], tl.float32)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            position = slot
+            if positions is not None:
+                position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            a, b, _ = _undone_pairs(
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
+            )
+            sums_a += a
+            sums_b += b
+        anchor_a = tl.sum(sums_a, axis=0)
+        anchor_b = tl.sum(sums_b, axis=0)
+        if not SECOND:  # noqa: SIM102 (known when this is compiled)
+            if begin < end:
+                tl.store(partials + chunk * 2 * HALF + pair, anchor_a)
+                tl.store(partials + chunk * 2 * HALF + HALF + pair, anchor_b)
 
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        position = slot
-        if positions is not None:
-            position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        a, b, good = _undone_pairs(
-            pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
-        )
-        cosine = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], axis=1)
-        tl.store(out + slot, tl.where(good, -cosine, float("nan")), mask=live)
+    if SECOND:
+        if not FIRST:
+            anchor_a = _added_up(partials, length, pair, CHUNK, 2 * HALF)
+            anchor_b = _added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
+        inverse = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
+        anchor_a *= inverse
+        anchor_b *= inverse
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            position = slot
+            if positions is not None:
+                position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            a, b, good = _undone_pairs(
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
+            )
+            cosine = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], axis=1)
+            tl.store(out + slot, tl.where(good, -cosine, float("nan")), mask=live)
 
 
-@triton.jit(do_not_specialize=["total", "max_blocks", "L", "H"])
+@triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])
 def centred_kernel(
     base,
     tables,
     lengths,
     offsets,
+    partials,  # float32 [L, H, partial_rows, WIDTH + 4]: each chunk's sum of values and, after it, their number
     out,  # float32 [L, H, total], written
     total,
     max_blocks,
+    chunks,
+    partial_rows,
     L,
     H,
     stride_block,
     stride_head,
     stride_slot,
     stride_dim,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    CHUNK: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -222,30 +284,45 @@ def centred_kernel(
     STAGES: tl.constexpr,
 ):
     """The distance of each value from the mean value."""
-    row = tl.program_id(0)
-    request, layer, head = row_of(row, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
     pointer = values_of(head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED), stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)
+    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    partial: tl.constexpr = WIDTH + 4  # a multiple of 16 bytes
+    if partials is not None:
+        partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * partial
+    column = tl.arange(0, WIDTH)
 
-    sums = tl.zeros([TILE, WIDTH], tl.float32)
-    counts = tl.zeros([TILE], tl.int32)
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        x = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
-        good = live & finite(tl.sum(x * x, axis=1))
-        sums += tl.where(good[:, None], x, 0.0)
-        counts += good.to(tl.int32)
-    mean = tl.sum(sums, axis=0) / tl.maximum(tl.sum(counts, axis=0), 1).to(tl.float32)
+    if FIRST:
+        sums = tl.zeros([TILE, WIDTH], tl.float32)
+        counts = tl.zeros([TILE], tl.int32)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            x = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            good = live & finite(tl.sum(x * x, axis=1))
+            sums += tl.where(good[:, None], x, 0.0)
+            counts += good.to(tl.int32)
+        mean = tl.sum(sums, axis=0)
+        count = tl.sum(counts, axis=0).to(tl.float32)
+        if not SECOND:  # noqa: SIM102 (known when this is compiled)
+            if begin < end:
+                tl.store(partials + chunk * partial + column, mean)
+                tl.store(partials + chunk * partial + WIDTH, count)
 
-    for start in tl.range(0, length, TILE, num_stages=STAGES):
-        slot = start + tl.arange(0, TILE)
-        live = slot < length
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        # Masked columns are zero here and in the mean. A bad value stays bad when a finite mean is subtracted.
-        x = load_rows(pointer, offset, live, stride_dim, D, WIDTH) - mean[None, :]
-        square = tl.sum(x * x, axis=1)
-        tl.store(out + slot, tl.where(finite(square), tl.sqrt_rn(square), float("nan")), mask=live)
+    if SECOND:
+        if not FIRST:
+            mean = _added_up(partials, length, column, CHUNK, partial)
+            count = _added_up(partials, length, WIDTH, CHUNK, partial)
+        mean = mean / tl.maximum(count, 1.0)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            slot = start + tl.arange(0, TILE)
+            live = slot < end
+            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            # Masked columns are zero here and in the mean. A bad value stays bad when a finite mean is subtracted.
+            x = load_rows(pointer, offset, live, stride_dim, D, WIDTH) - mean[None, :]
+            square = tl.sum(x * x, axis=1)
+            tl.store(out + slot, tl.where(finite(square), tl.sqrt_rn(square), float("nan")), mask=live)

@@ -20,6 +20,25 @@ def ragged_row(offsets, request, layer, head, H, total):
 
 
 @triton.jit
+def chunk_of(chunks, length, CHUNK: tl.constexpr):
+    """Return which chunk of its row this program has, where it begins, and where it ends: there if it is empty."""
+    chunk = tl.program_id(0) % chunks
+    begin = tl.minimum(chunk * CHUNK, length)
+    return chunk, begin, tl.minimum(begin + CHUNK, length)
+
+
+@triton.jit
+def chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK: tl.constexpr):
+    """Return the int64 index of a row's first chunk in a contiguous ``[L, H, partial_rows, ...]``.
+
+    A request begins at ``offset // CHUNK + request``, so that the chunks of all, each request's last one cut short,
+    fit into ``total // CHUNK + R`` rows without a prefix sum.
+    """
+    first = tl.load(offsets + request) // CHUNK + request
+    return (layer.to(tl.int64) * H + head) * partial_rows + first
+
+
+@triton.jit
 def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address of one head's first key in block 0 of one layer."""
     pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))

@@ -1,11 +1,15 @@
-"""Compile all kernel variants for one CUDA architecture and print what came of each, one JSON object a line.
+"""Compile all kernel variants for CUDA architectures and print what came of each, one JSON object a line.
 
-A process of its own, without TRITON_INTERPRET: `python compile_variants.py ARCH`.
+A process of its own, without TRITON_INTERPRET: `python compile_variants.py ARCH...`. Its workers share one queue, so
+that no core waits for another, and one set of imports.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +19,8 @@ from typing import Any
 import triton
 
 from nitro.kernels._triton.variants import Variant, all_variants
+
+VARIANTS = all_variants()
 
 
 def outcome(variant: Variant, arch: int) -> dict[str, Any]:
@@ -36,10 +42,19 @@ def outcome(variant: Variant, arch: int) -> dict[str, Any]:
     }
 
 
+def line(job: tuple[int, int]) -> str:
+    index, arch = job
+    variant = VARIANTS[index]
+    return json.dumps({"name": variant.name, "arch": arch} | outcome(variant, arch))
+
+
 def main() -> None:
-    arch = int(sys.argv[1])
-    for variant in all_variants():
-        print(json.dumps({"name": variant.name, "arch": arch} | outcome(variant, arch)), flush=True)
+    # From the last on: those that score take longest, and what takes long should not come at the end.
+    jobs = list(itertools.product(reversed(range(len(VARIANTS))), map(int, sys.argv[1:])))
+    workers = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for text in pool.imap_unordered(line, jobs):
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -382,7 +382,7 @@ class Scores:
 def score_cases(draw: st.DrawFn, *, longest: int, most: int = 3, device: str = "cpu") -> Scores:
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     lengths = draw(st.lists(st.integers(0, longest), min_size=1, max_size=most))
-    lead = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    lead = draw(st.sampled_from([(1, 1), (2, 2), (1, 3)]))
     flavour = draw(st.sampled_from(["normal", "ties", "special"]))
     return make_scores(lengths, lead, flavour, rng, moved=draw(st.booleans()), device=device)
 

@@ -101,6 +101,12 @@ def test_long_request() -> None:
     cases.check_neighbours(x, 4)
 
 
+@pytest.mark.parametrize("name", ["norms", "keydiff", "vnorm_centred", "unrotated", "gravity"])
+def test_chunks_of_long_requests(name: str) -> None:
+    """Several programs share a row, and some of them have nothing to do for the requests beside it."""
+    CHECKS[name](cases.make_case(SHAPES[0], [9000, 3, 4096, 4097], moved=True, bad=0.01, device="cuda"))
+
+
 @pytest.mark.parametrize("sort", [16, 128, 1024])
 def test_other_sorted_tiles(sort: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_combine, "SORT", sort)
@@ -145,7 +151,7 @@ def test_combinations_do_not_wait_for_the_device() -> None:
 @pytest.mark.parametrize("score_of", [score.keydiff, score.vnorm_centred, score.gravity, score.knorm])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_a_request_scores_the_same_bits_in_every_batch(shape: cases.Shape, score_of: cases.Score) -> None:
-    cases.check_same_bits_alone(cases.make_case(shape, [370, 45, 1200], bad=0.1, device="cuda"), score_of)
+    cases.check_same_bits_alone(cases.make_case(shape, [370, 45, 9000], bad=0.1, device="cuda"), score_of)
 
 
 @pytest.mark.parametrize("wide", cases.WIDE_STRIDES)

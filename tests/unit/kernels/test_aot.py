@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import compile_variants
@@ -26,19 +25,14 @@ def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, 
     """By (variant, architecture). Triton's cache is kept from run to run."""
     cache = request.config.cache.mkdir("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(compile_variants.__file__)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(arch)],
-            env=env | {"TRITON_CACHE_DIR": str(cache)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for arch in ARCHS
-    ]
-    lines = [json.loads(line) for process in processes for line in process.communicate()[0].splitlines()]
-    assert [process.returncode for process in processes] == [0] * len(ARCHS)
-    return {(line["name"], line["arch"]): line for line in lines}
+    done = subprocess.run(
+        [sys.executable, compile_variants.__file__, *map(str, ARCHS)],
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {(line["name"], line["arch"]): line for line in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -68,3 +62,9 @@ def test_registry_has_what_the_launchers_choose(length: int) -> None:
     assert {("topk", tile, num_warps), ("threshold", tile, num_warps)} <= known
     tile, num_warps = _moves.list_shape(length)
     assert {("list_pack", tile, num_warps), ("list_fill", tile, num_warps)} <= known
+
+
+def test_scores_are_compiled_for_every_width_and_dtype() -> None:
+    kinds = {tuple(name.split("-")[-2:]) for name in NAMES if name.startswith("score-")}
+    assert {dtype for dtype, _ in kinds} >= {"fp16", "bf16", "fp32"}
+    assert {width for _, width in kinds} >= {"64", "80", "96", "128", "256"}

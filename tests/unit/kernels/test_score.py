@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nitro.kernels import score, score_gravity, score_lagkv, score_mean, score_slots
+from nitro.kernels import _score, score, score_gravity, score_lagkv, score_mean, score_slots
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 from .conftest import interpreted
@@ -24,6 +24,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_slots, "_TILE_BYTES", 1)
     monkeypatch.setattr(score_slots, "_SLOTS", 16)
     monkeypatch.setattr(score_mean, "_TILE_BYTES", 1)
+    monkeypatch.setattr(_score, "CHUNK", 32)
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
     monkeypatch.setattr(score_gravity, "_PULLED", 4)
     monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
@@ -77,7 +78,7 @@ def test_gravity(case: cases.Case, softening: float) -> None:
     cases.check_gravity(case, softening)
 
 
-@few
+@settings(max_examples=5)
 @given(any_case, st.integers(0, 4), st.sampled_from([2, 7, 16, 20]))
 def test_lagkv(case: cases.Case, sinks: int, lag: int) -> None:
     cases.check_lagkv(case, sinks, lag)
@@ -148,8 +149,8 @@ def test_what_is_not_finite_changes_no_other_score(where: str, value: float) -> 
 
 
 def test_gravity_over_several_parts_of_the_window() -> None:
-    for window in (33, 64, 200):
-        cases.check_gravity(cases.make_case(SMALL, [70, 50], moved=True, window=window, bad=0.05))
+    for window in (33, 200):
+        cases.check_gravity(cases.make_case(SMALL, [50, 70], moved=True, window=window, bad=0.05))
 
 
 def test_positions_beyond_the_table_are_not_read() -> None:
@@ -207,6 +208,7 @@ def _any_scores(layers: PagedLayers, batch: RaggedBatch) -> torch.Tensor:
 def test_number_of_launches_is_constant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import GridExecutor
 
+    monkeypatch.setattr(_score, "CHUNK", 4096)
     launched: list[object] = []
     launch = GridExecutor.__call__
 

@@ -20,7 +20,7 @@ floats = st.one_of(st.sampled_from(cases.INTERESTING), st.floats(width=32))
 
 
 @interpreted
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(cases.cases(longest=90))
 def test_select(case: cases.Case) -> None:
     cases.check_select(case, select.select_ragged)
@@ -34,7 +34,7 @@ def test_select_over_several_tiles(case: cases.Case) -> None:
 
 
 @interpreted
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(st.data())
 def test_threshold(data: st.DataObject) -> None:
     case = data.draw(cases.cases(longest=90))

@@ -39,14 +39,14 @@ def full(shape: cases.Shape, keep: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pack", PACK)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(any_case, st.integers(0, 2**31))
 def test_pack(pack: cases.Stitch, drawn: tuple[cases.Shape, list[cases.Request]], seed: int) -> None:
     cases.check_stitch(cases.make_case(*drawn, seed=seed), pack, fill=False)
 
 
 @pytest.mark.parametrize("fill", FILL)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(any_case, st.integers(0, 2**31))
 def test_fill(fill: cases.Stitch, drawn: tuple[cases.Shape, list[cases.Request]], seed: int) -> None:
     cases.check_stitch(cases.make_case(*drawn, seed=seed), fill, fill=True)
