@@ -14,8 +14,8 @@ from torch import Tensor
 from nitro.compactor import Compactor, Planned
 from nitro.kernels.blocks import copy_blocks, stamp_positions
 from nitro.kernels.compact import fill_ragged
+from nitro.kernels.newest import force_newest
 from nitro.kernels.paged import PagedLayers, RaggedBatch, to_device
-from nitro.kernels.score import streaming
 from nitro.kernels.select import TILES, select_ragged
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
 _BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
-_LARGEST = float(np.finfo(np.float32).max)
 _ALL = slice(None)
 
 
@@ -244,9 +243,8 @@ class KernelCompactor(Compactor):
         scores = checked_score_ragged(self.policy, x)
         chosen = batch
         if not newest_last:
-            # The window is not in its place: above every score, by age. Sinks are in theirs, since nothing moves them.
-            ages = streaming(layers, batch, x.logical_lengths, positions)
-            scores = scores.clamp_(max=_LARGEST).masked_fill_(ages >= -float(self.window), float("inf"))
+            # The window is not in its place, as the sinks are, since nothing moves those.
+            force_newest(layers, batch, scores, x.logical_lengths, positions)
             chosen = dataclasses.replace(batch, window=0)
         mask, _ = select_ragged(scores, chosen)
         fill_ragged(layers, batch, mask, positions, scratch=scores.view(torch.int32))

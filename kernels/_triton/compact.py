@@ -66,7 +66,9 @@ def list_fill_kernel(
     row = tl.program_id(0)
     request, layer, head, length, first = _row(lengths, offsets, total, L, H, row)
     mask += layer.to(tl.int64) * mask_layer + head.to(tl.int64) * mask_head + tl.load(offsets + request)
-    kept_slots = tl.load(keep + request.to(tl.int64) * keep_request + layer * keep_layer + head * keep_head)
+    kept_slots = tl.load(
+        keep + request.to(tl.int64) * keep_request + layer.to(tl.int64) * keep_layer + head.to(tl.int64) * keep_head
+    )
     half = length // 2  # no row has more moves: each takes a hole and a mover
     holes = tl.full((), 0, tl.int32)
     movers = tl.full((), 0, tl.int32)

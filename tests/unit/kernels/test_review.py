@@ -1,12 +1,16 @@
-"""Faults found by review: what a caller who keeps to the contracts of selection and compaction falls into."""
+"""What a caller who keeps to the contracts of selection and compaction must not fall into."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from sparse_memory import sparse
 
 from nitro.kernels.compact import fill_ragged, fill_ragged_ref, pack_ragged
+from nitro.kernels.newest import force_newest, force_newest_ref
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 from nitro.kernels.select import select_ragged, select_ragged_ref, threshold_ragged, threshold_ragged_ref
 
@@ -17,10 +21,7 @@ pytestmark = interpreted
 
 @pytest.mark.parametrize("dimension", ["layer", "head"])
 def test_theta_with_wide_strides(dimension: str) -> None:
-    """``theta`` may have any strides, but an index times one of them is computed in 32 bits.
-
-    A caller meets this with a view such as one column of a ragged array: its stride from layer to layer is H * total.
-    """
+    """An index times a stride may not fit 32 bits: one column of a ragged array has H * total from layer to layer."""
     stride = 2**30 + 64  # fits 32 bits, as 2 does, but not their product
     # Where the product wraps around to is memory, too: what is read there is 0 and not a fault of the processor.
     memory = sparse((2**32 + 256,), torch.float32)
@@ -36,7 +37,6 @@ def test_theta_with_wide_strides(dimension: str) -> None:
 
 
 def test_theta_of_a_wrong_shape() -> None:
-    """``threshold_ragged`` documents ValueError for shapes that do not fit."""
     batch = RaggedBatch.of([[], []], [8, 8], [0, 0])
     with pytest.raises(ValueError, match="theta"):
         threshold_ragged(torch.zeros(1, 2, 16), batch, torch.zeros(3, 1, 1))
@@ -55,10 +55,7 @@ def positions_of(layers: PagedLayers) -> torch.Tensor:
 
 
 def test_a_block_table_that_is_too_short() -> None:
-    """``RaggedBatch.of`` documents ValueError for it, but never looks: a short row is padded with block -1.
-
-    ``check_tables`` sees the padded width only. What fill then reads, or would write, lies before the cache.
-    """
+    """A short row is padded with block -1, which lies before the cache; the padded width says nothing of it."""
     layers, memory = guarded_layers(block_size=4)
     before = memory.clone()
     mask = torch.ones(1, 1, 16, dtype=torch.uint8)
@@ -74,7 +71,7 @@ def test_a_block_table_that_is_too_short() -> None:
 
 
 def test_destination_tables_that_are_too_short() -> None:
-    """Nothing looks at the width of ``dst_tables``: pack reads beyond the row, which is the next request's blocks."""
+    """Beyond a row begin the next request's blocks."""
     layers, memory = guarded_layers(block_size=4)
     before = memory.clone()
 
@@ -90,7 +87,7 @@ def test_destination_tables_that_are_too_short() -> None:
 
 
 def test_pack_of_requests_without_slots() -> None:
-    """Tables without columns have no address, which passes for packing in place."""
+    """Tables without columns have no address: equal addresses are no packing in place then."""
     layers, memory = guarded_layers(block_size=4)
     before = memory.clone()
     batch = RaggedBatch.of([[], []], [0, 0], [0, 0], dst_tables=[[], []])
@@ -99,17 +96,16 @@ def test_pack_of_requests_without_slots() -> None:
 
 
 def test_protect_that_wraps_around() -> None:
-    """``protect + window`` is added in 32 bits before it is compared: keep=2 of 8 protected slots is accepted."""
+    """The sum of protect and window may not fit 32 bits."""
     with pytest.raises(ValueError, match="keeps 2 slots"):
         RaggedBatch.of([[0]], [8], [2], protect=2**31 - 1, window=1)
 
 
-def test_the_newest_tokens_stay_after_fill() -> None:
-    """The window is of slots, and fill takes the newest tokens out of the last slots.
+@pytest.mark.parametrize("force", [force_newest, force_newest_ref])
+def test_the_newest_tokens_stay_after_fill(force: Callable[..., None]) -> None:
+    """The window is of slots, and fill takes the newest tokens out of the last slots: they are found by position.
 
-    After one eviction the window's tokens fill holes anywhere in the head. If fewer tokens are appended until the next
-    one than the window has (slack < window), the rest of the window is no longer where the selection looks for it, and
-    nothing forces it: tokens that must always stay are evicted. The positions that move along are not looked at.
+    Fewer tokens are appended here until the next eviction than the window has, and the oldest score highest.
     """
     budget, slack, window, block_size = 12, 4, 8, 4
     memory = torch.zeros(1, 4, 1, block_size, 4, dtype=torch.int16)
@@ -119,13 +115,19 @@ def test_the_newest_tokens_stay_after_fill() -> None:
     for event in range(3):
         newest = budget + slack * (event + 1)  # tokens so far
         batch = RaggedBatch.of([[0, 1, 2, 3]], [length], [budget], window=window)
-        # The oldest tokens score highest, so that only the window keeps the newest.
         scores = -positions.view(1, 1, length).float()
-        mask, _ = select_ragged(scores, batch)
+        scores[..., 3], scores[..., 5] = torch.inf, torch.nan
+        force(layers, batch, scores, torch.tensor([newest], dtype=torch.int32), positions)
+        mask, _ = select_ragged(scores, replace(batch, window=0))
         fill_ragged(layers, batch, mask, positions)
         kept = set(positions.flatten()[:budget].tolist())
         assert kept >= set(range(newest - window, newest)), f"eviction {event + 1}: of the window stay only {kept}"
         positions.view(-1)[budget:] = torch.arange(newest, newest + slack, dtype=torch.int32)
+
+
+def test_a_negative_block() -> None:
+    with pytest.raises(ValueError, match="request 1 holds block -1"):
+        RaggedBatch.of([[0], [3, -1]], [4, 8], [2, 2])
 
 
 def test_fill_as_the_reference_does_it() -> None:
