@@ -34,7 +34,7 @@ import score_bench
 from gpu_timing import copy_bandwidths, gpu_micros, host_micros, launches
 from kernel_bench import SHAPES, Setup, Task, make_setup, select_tasks, stitch_tasks
 
-from nitro.kernels import _moves, score_gravity, score_lagkv, score_mean, score_slots, select
+from nitro.kernels import _moves, _score, score_gravity, score_lagkv, score_mean, score_slots, select
 
 Bench = Callable[[Setup], Iterator[Task]]
 
@@ -68,7 +68,8 @@ CHOICES: dict[str, tuple[ModuleType, str]] = {
     "score gravity": (score_gravity, "_choice"),
     "score lagkv": (score_lagkv, "_choice"),
 }
-SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (2048, 4096, 8192, 16384, 32768), (2, 4, 8), (1, 2, 4)
+SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (4096, 8192, 16384, 32768), (2, 4, 8), (3, 4)
+SWEPT_CHUNKS = (1024, 4096)
 
 
 class Run:
@@ -137,7 +138,7 @@ class Run:
     def _add(self, setup: Setup, name: str, task: Task, label: str, result: dict[str, Any]) -> None:
         shape = setup.shape
         self.results.append({"shape": name, "task": task.name, "label": label, "layers": shape.layers} | result)
-        text = f"{name:6} {task.name:27}{label:27}{result['micros']:10.1f} µs {task.nbytes / 1e6:9.1f} MB"
+        text = f"{name:6} {task.name:27}{label:33}{result['micros']:10.1f} µs {task.nbytes / 1e6:9.1f} MB"
         text += f" {result['percent_of_copy']:6.1f} %"
         text += f" (2 passes: {result['percent_with_passes']:5.1f} %)" if task.passes_nbytes else " " * 20
         if not label:
@@ -198,9 +199,12 @@ class Run:
         module, attribute = CHOICES[task.name]
         original = getattr(module, attribute)
         itemsize = setup.layers.dtype.itemsize
-        for nbytes, warps, stages in itertools.product(SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES):
+        chunk = _score.CHUNK
+        chunks = SWEPT_CHUNKS if task.passes_nbytes else (chunk,)
+        for size, nbytes, warps, stages in itertools.product(chunks, SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES):
             if not 32 <= nbytes // (32 * warps) <= 256:  # bytes of a thread
                 continue
+            _score.CHUNK = size
 
             def choose(
                 *arguments: Any, nbytes: int = nbytes, warps: int = warps, stages: int = stages
@@ -211,8 +215,10 @@ class Run:
                 return chosen | {"TILE": tile, "STAGES": stages, "num_warps": warps}
 
             setattr(module, attribute, choose)
-            self.try_choice(setup, name, task, f" {nbytes} B, {warps} warps, {stages} stages")
+            label = f" {nbytes} B, {warps} warps, {stages} stages"
+            self.try_choice(setup, name, task, label + (f", {size}" if task.passes_nbytes else ""))
         setattr(module, attribute, original)
+        _score.CHUNK = chunk
 
     def _sweep_moves(self, setup: Setup, name: str) -> None:
         chosen = _moves.MOVE_BYTES, _moves.MOVE_WARPS, _moves.MOVE_PROGRAMS

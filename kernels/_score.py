@@ -18,7 +18,7 @@ REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Caches that can be scored, and Triton's names for them."""
 
-CHUNK = 4096
+CHUNK = 1024
 """Slots that one program adds up; longer rows are shared by several, which takes two launches."""
 
 _MIN_TILE = 16

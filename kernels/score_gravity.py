@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nitro.kernels import _score
 from nitro.kernels._score import (
     by_slot,
     cache_variant,
     check_order,
     check_paged,
+    chunks_of,
     dense_rows,
     in_order,
     layers_constants,
@@ -59,27 +62,36 @@ def gravity(
     if out.numel():
         from nitro.kernels._triton.score_gravity import gravity_kernel
 
-        rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
         chosen = _choice(layers.dtype, layers.head_dim)
-        gravity_kernel[(rows,)](
-            layers.base,
-            order,
-            batch.block_tables,
-            batch.lengths,
-            batch.offsets,
-            torch.empty_like(out),
-            out.new_empty(rows, chosen["WIDTH"]),
-            out,
-            batch.total,
-            batch.block_tables.shape[1],
-            batch.window,
-            softening**2,
-            layers.num_layers,
-            layers.num_kv_heads,
-            *layers.strides,
-            **layers_constants(layers),
-            **chosen,
-        )
+        chunks = chunks_of(layers, batch, chosen["WIDTH"] + 4)
+        programs = batch.num_requests * layers.num_layers * layers.num_kv_heads * chunks.per_row
+        scratch = out.new_empty(2, *out.shape)
+        shifts = out.new_empty(programs, chosen["WIDTH"]) if chosen["SPLIT"] else None
+        for phase in (0,) if chunks.per_row == 1 else (1, 2, 3):
+            gravity_kernel[(programs,)](
+                layers.base,
+                order,
+                batch.block_tables,
+                batch.lengths,
+                batch.offsets,
+                chunks.partials,
+                scratch,
+                shifts,
+                out,
+                batch.total,
+                batch.block_tables.shape[1],
+                batch.window,
+                softening**2,
+                chunks.per_row,
+                chunks.rows,
+                layers.num_layers,
+                layers.num_kv_heads,
+                *layers.strides,
+                PHASE=phase,
+                CHUNK=_score.CHUNK,
+                **layers_constants(layers),
+                **chosen,
+            )
     return out
 
 
@@ -118,13 +130,18 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
     check_order(order, (layers.num_layers, layers.num_kv_heads), batch)
 
 
-def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     warps = 8 if dtype.itemsize == 4 else 4
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES * warps)
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
-        "WINDOW": 32,
+        **shape,
+        # Of the widest keys, 32 do not fit the registers of an L4's warps together with the rest.
+        "WINDOW": 16 if shape["WIDTH"] > 128 and dtype.itemsize < 4 else 32,
         "PULLED": _PULLED * warps,
+        "SPLIT": dtype.itemsize == 4,
         "CHANNELS": 16,
+        # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.
+        "SCALE": 0.25 if dtype == torch.float16 else 1.0,
         "STAGES": 8 // dtype.itemsize,
         "num_warps": warps,
     }
@@ -134,14 +151,18 @@ def variants() -> list[Variant]:
     """Return what the launcher may launch, of the kinds of caches those that differ most."""
     from nitro.kernels._triton.score_gravity import gravity_kernel
 
-    pointers = {"order": "*i32", "mass": "*fp32", "means": "*fp32"}
+    pointers = {"order": "*i32", "scratch": "*fp32", "shifts": "*fp32", "partials": "*fp32"}
     found = []
-    for dtype, head_dim, ordered in (
-        (torch.bfloat16, 64, False),
-        (torch.float16, 80, True),
-        (torch.float32, 256, True),
+    for dtype, head_dim, ordered, phases in (
+        (torch.bfloat16, 64, False, (0,)),
+        (torch.float16, 80, True, (1, 2, 3)),
+        (torch.bfloat16, 256, True, (0,)),
+        (torch.float32, 256, True, (0,)),
     ):
-        chosen = _choice(dtype, head_dim) | ({} if ordered else {"order": None})
-        name = f"score-gravity{'-ordered' if ordered else ''}"
-        found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen, pointers))
+        chosen = _choice(dtype, head_dim) | {"CHUNK": _score.CHUNK}
+        absent = {"order": not ordered, "shifts": not chosen["SPLIT"], "partials": phases == (0,)}
+        chosen |= {name: None for name, missing in absent.items() if missing}
+        for phase in phases:
+            name = f"score-gravity{'-ordered' if ordered else ''}-{phase}"
+            found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen | {"PHASE": phase}, pointers))
     return [dataclasses.replace(variant, integers={"softening2": "fp32"}) for variant in found]

@@ -24,6 +24,7 @@ from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MIN_NORM = 1e-12  # a shorter vector has no direction worth the name
+_WARPS = 8
 _TILE_BYTES = 8192  # the sum over a row takes as many registers as a tile does, in float32
 
 
@@ -226,13 +227,12 @@ def _keydiff(keys: Tensor) -> Tensor:
 
 
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    return {**tile_shape(dtype, head_dim, _TILE_BYTES), "STAGES": 3, "num_warps": 4}
+    return {**tile_shape(dtype, head_dim, _TILE_BYTES), "STAGES": 3, "num_warps": _WARPS}
 
 
 def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     shape = tile_shape(dtype, head_dim, _TILE_BYTES)
-    warps = 4 if dtype.itemsize == 4 else 8
-    return {"HALF": shape["WIDTH"] // 2, "TILE": shape["TILE"], "STAGES": 3, "num_warps": warps}
+    return {"HALF": shape["WIDTH"] // 2, "TILE": shape["TILE"], "STAGES": 3, "num_warps": _WARPS}
 
 
 def _check_table(layers: PagedLayers, cos_sin: Tensor, positions: Tensor | None) -> None:

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from .score_tile import (
+    added_up,
     chunk_index,
     chunk_of,
     finite,
     head_pointer,
     load_rows,
+    one_added_up,
     position_of,
     ragged_row,
     row_of,
@@ -23,15 +25,6 @@ from .score_tile import (
 )
 
 _MIN_NORM = tl.constexpr(1e-12)  # a shorter vector has no direction worth the name
-
-
-@triton.jit
-def _added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
-    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``, in order."""
-    sums = tl.load(partials + column)
-    for chunk in range(1, (length + CHUNK - 1) // CHUNK):
-        sums += tl.load(partials + chunk * PARTIAL + column)
-    return sums
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])
@@ -95,7 +88,7 @@ def keydiff_kernel(
 
     if SECOND:
         if not FIRST:
-            anchor = _added_up(partials, length, column, CHUNK, WIDTH)
+            anchor = added_up(partials, length, column, CHUNK, WIDTH)
         anchor = anchor / tl.maximum(tl.sqrt_rn(tl.sum(anchor * anchor, axis=0)), _MIN_NORM)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             slot = start + tl.arange(0, TILE)
@@ -235,8 +228,8 @@ def keydiff_unrotated_kernel(
 
     if SECOND:
         if not FIRST:
-            anchor_a = _added_up(partials, length, pair, CHUNK, 2 * HALF)
-            anchor_b = _added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
+            anchor_a = added_up(partials, length, pair, CHUNK, 2 * HALF)
+            anchor_b = added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
         inverse = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
         anchor_a *= inverse
         anchor_b *= inverse
@@ -315,8 +308,8 @@ def centred_kernel(
 
     if SECOND:
         if not FIRST:
-            mean = _added_up(partials, length, column, CHUNK, partial)
-            count = _added_up(partials, length, WIDTH, CHUNK, partial)
+            mean = added_up(partials, length, column, CHUNK, partial)
+            count = one_added_up(partials, length, WIDTH, CHUNK, partial)
         mean = mean / tl.maximum(count, 1.0)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             slot = start + tl.arange(0, TILE)

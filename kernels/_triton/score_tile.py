@@ -6,6 +6,8 @@ A *row* is one (request, layer, KV head). Shapes and meanings of the parameters 
 import triton
 import triton.language as tl
 
+_TOGETHER = tl.constexpr(16)  # partial sums that are loaded at a time
+
 
 @triton.jit
 def row_of(row, L, H):
@@ -36,6 +38,30 @@ def chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK: tl.conste
     """
     first = tl.load(offsets + request) // CHUNK + request
     return (layer.to(tl.int64) * H + head) * partial_rows + first
+
+
+@triton.jit
+def added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``.
+
+    A few chunks at a time: one by one, each would wait for memory.
+    """
+    sums = tl.zeros([_TOGETHER, column.shape[0]], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        live = chunk * CHUNK < length
+        sums += tl.load(partials + chunk[:, None] * PARTIAL + column[None, :], mask=live[:, None], other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def one_added_up(partials, length, column: tl.constexpr, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return what `added_up` does for a single column, as a scalar."""
+    sums = tl.zeros([_TOGETHER], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        sums += tl.load(partials + chunk * PARTIAL + column, mask=chunk * CHUNK < length, other=0.0)
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
@@ -78,17 +104,23 @@ def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_
 
 
 @triton.jit
-def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return D elements at each offset as float32 ``[len(offset), WIDTH]``; zero where not live and from D on.
-
-    Upcast before any arithmetic: the square of a float16 overflows from 256 on.
-    """
+def load_elements(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return D elements at each offset, ``[len(offset), WIDTH]``; zero where not live and from D on."""
     column = tl.arange(0, WIDTH)
     wanted = live[:, None]
     if WIDTH > D:
         wanted = wanted & (column < D)[None, :]
     column = column.to(tl.int64) * stride_dim
-    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what `load_elements` does as float32.
+
+    Upcast before any arithmetic: the square of a float16 overflows from 256 on.
+    """
+    return load_elements(pointer, offset, live, stride_dim, D, WIDTH).to(tl.float32)
 
 
 @triton.jit

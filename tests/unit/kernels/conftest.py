@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import triton
 from triton import language as tl
@@ -46,4 +47,21 @@ def _patch_once() -> None:
     interpreter._patch_lang = patch_lang
 
 
+def _multiply_bfloat16() -> None:
+    """Make the interpreter's matrix products take bfloat16, which it holds as integers, for what it is."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def upcast(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        data = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *arguments: Any) -> Any:
+        return create_dot(self, upcast(a), upcast(b), *arguments)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
 _patch_once()
+_multiply_bfloat16()

@@ -21,7 +21,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 pytestmark = [interpreted, pytest.mark.usefixtures("small_tiles")]
-few = settings(max_examples=8)
+few = settings(max_examples=6)
 any_scores = cases.score_cases(longest=40)
 scopes = st.sampled_from(["head", "layer", "model"])
 weights = st.sampled_from([(1.0, 1.0), (0.3, -1.7)])
