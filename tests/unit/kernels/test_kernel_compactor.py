@@ -15,20 +15,13 @@ from torch import Tensor
 from nitro import kernel_compactor, policies
 from nitro.compactor import Planned
 from nitro.errors import IntegrityError, SettingsError
-from nitro.kernels import score_combine
 from nitro.policies.base import Policy, ScoreInput
 from nitro.policies.knorm import KNorm
 from nitro.types import Eviction
 
 from .conftest import interpreted
 
-pytestmark = [interpreted, pytest.mark.usefixtures("small_sorts")]
-
-
-@pytest.fixture
-def small_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes seconds to sort the tiles that GPUs sort in microseconds."""
-    monkeypatch.setattr(score_combine, "SORTS", (64,))
+pytestmark = interpreted
 
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
