@@ -26,7 +26,7 @@ from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
 _TILE_BYTES = 1024  # keys, and as many values, that a warp loads at a time; it holds them and their sums in float32
-_PULLED = 16  # slots whose pulls a warp computes at a time
+_PULLED = 64  # slots whose pulls a program computes at a time
 
 
 def gravity(
@@ -131,14 +131,13 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 
 
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    warps = 8 if dtype.itemsize == 4 else 4
-    shape = tile_shape(dtype, head_dim, _TILE_BYTES * warps)
+    split = dtype.itemsize == 4
+    warps = 8 if split or head_dim > 128 else 4
     return {
-        **shape,
-        # Of the widest keys, 32 do not fit the registers of an L4's warps together with the rest.
-        "WINDOW": 16 if shape["WIDTH"] > 128 and dtype.itemsize < 4 else 32,
-        "PULLED": _PULLED * warps,
-        "SPLIT": dtype.itemsize == 4,
+        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
+        "WINDOW": 32,
+        "PULLED": _PULLED * 2 if split else _PULLED,
+        "SPLIT": split,
         "CHANNELS": 16,
         # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.
         "SCALE": 0.25 if dtype == torch.float16 else 1.0,

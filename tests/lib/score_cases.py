@@ -98,6 +98,7 @@ def make_case(
     bad: float = 0.0,
     window: int = 5,
     protect: int = 2,
+    offset: float = 4.0,
     seed: int = 0,
     device: str = "cpu",
 ) -> Case:
@@ -111,6 +112,7 @@ def make_case(
         bad: share of the tokens that have something in key or value that is not finite.
         window: of the batch.
         protect: of the batch.
+        offset: how large what all keys and values of a head have in common is, where they vary by 1.
         seed: of everything random.
         device: where to put the tensors.
     """
@@ -126,7 +128,7 @@ def make_case(
     memory = torch.full((shape.num_layers, count), torch.nan, dtype=shape.dtype, device=device)
     caches = [cache_view(shape, whole.view(torch.int8)) for whole in memory]
     positions = torch.full((shape.num_layers, num_blocks, shape.num_heads, size), -(2**30), dtype=torch.int32)
-    offsets = 4.0 * torch.randn(*lead, 1, 2 * dim, generator=generator)
+    offsets = offset * torch.randn(*lead, 1, 2 * dim, generator=generator)
 
     requests = []
     for number, length in enumerate(lengths):

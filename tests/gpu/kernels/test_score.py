@@ -107,6 +107,14 @@ def test_chunks_of_long_requests(name: str) -> None:
     CHECKS[name](cases.make_case(SHAPES[0], [9000, 3, 1024, 1025], moved=True, bad=0.01, device="cuda"))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_gravity_of_keys_that_differ_little(dtype: torch.dtype) -> None:
+    """Most of what is multiplied cancels; some models have such keys in some layers."""
+    for head_dim in (64, 128, 256):
+        shape = cases.Shape(1, 2, 16, head_dim, dtype)
+        cases.check_gravity(cases.make_case(shape, [600, 40], window=32, offset=100.0, device="cuda"))
+
+
 @pytest.mark.parametrize("sort", [16, 128, 1024])
 def test_other_sorted_tiles(sort: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_combine, "SORTS", (sort,))
