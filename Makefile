@@ -32,7 +32,7 @@ demo: setup ## a real model on stock vLLM, without and with Nitro
 	@$(VENV)/bin/nitro demo $(DEMO_ARGS)
 
 test: setup ## everything that CI runs: lint, types, C++ tests with sanitizers, Python tests without a GPU
-	@bash ci/cpu.sh lint types native kernels python
+	@bash ci/cpu.sh lint types native tests
 
 lint: setup ## ruff and clang-format, without changing anything
 	@bash ci/cpu.sh lint

@@ -65,15 +65,26 @@ python_tests() {
 kernels() {
   stage kernels "pytest, kernels in Triton's interpreter"
   # shellcheck disable=SC2086
-  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 pytest -q --durations=10 -m "not gpu and not perf and not slow" \
-    tests/unit/kernels ${PYTEST_ARGS:-}
+  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 pytest -q --durations=10 -o cache_dir=.pytest_cache/kernels \
+    -m "not gpu and not perf and not slow" tests/unit/kernels ${PYTEST_ARGS:-}
 }
 
-(($#)) || set -- lint types native kernels python
+# Both at once: most of the time, each of them keeps one processor busy.
+tests() {
+  mkdir -p build
+  (kernels) >build/kernels.log 2>&1 &
+  local beside=$! failed=0
+  (python_tests) || failed=1
+  wait "$beside" || failed=1
+  cat build/kernels.log
+  return "$failed"
+}
+
+(($#)) || set -- lint types native tests
 for name in "$@"; do
   case $name in
-    lint | format | types | native | kernels) "$name" ;;
+    lint | format | types | native | kernels | tests) "$name" ;;
     python) python_tests ;;
-    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels or python" >&2; exit 2 ;;
+    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels, python or tests" >&2; exit 2 ;;
   esac
 done

@@ -58,6 +58,17 @@ def check_tables(layers: PagedLayers, batch: RaggedBatch) -> None:
             f"block_tables has {batch.block_tables.shape[1]} blocks of {layers.block_size}, room for {room} slots, "
             f"below max_length={batch.max_length}: pass wider tables"
         )
+    check_row_lengths(layers, batch)
+
+
+def check_row_lengths(layers: PagedLayers, batch: RaggedBatch, *, destinations: bool = False) -> None:
+    """Raise ValueError where a request's own row of a table has too few blocks, as far as the host knows."""
+    name, least = ("dst_tables", batch.min_dst_block_size) if destinations else ("block_tables", batch.min_block_size)
+    if least > layers.block_size:
+        raise ValueError(
+            f"a row of {name} has too few blocks of {layers.block_size} slots (they would need {least} each): "
+            "pass all blocks of each request"
+        )
 
 
 def check_positions(layers: PagedLayers, positions: Tensor) -> None:

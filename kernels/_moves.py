@@ -36,7 +36,8 @@ def list_shape(max_length: int) -> tuple[int, int]:
     return tile, tile // _SLOTS_PER_WARP
 
 
-def _move_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool, fill: bool) -> dict[str, Any]:
+def word_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool) -> dict[str, Any]:
+    """Return the constexpr parameters of kernels that move rows of K and V as integers."""
     import triton.language as tl
 
     columns = 1 << (width - 1).bit_length()
@@ -48,8 +49,11 @@ def _move_constexprs(width: int, itemsize: int, block_size: int, *, aligned: boo
         # Where threads move single elements, the same number of bytes would take four to eight times the registers.
         "ROWS": max(1, MOVE_BYTES // (columns * (itemsize if aligned else VECTOR_BYTES // 2))),
         "BLOCK_SIZE": block_size,
-        "FILL": fill,
     }
+
+
+def _move_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool, fill: bool) -> dict[str, Any]:
+    return {**word_constexprs(width, itemsize, block_size, aligned=aligned), "FILL": fill}
 
 
 def move(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_device, check_positions, check_ragged, check_tables
+from nitro.kernels._checks import check_device, check_positions, check_ragged, check_row_lengths, check_tables
 from nitro.kernels._moves import list_shape, move, scratch_for
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
@@ -60,7 +60,8 @@ def pack_ragged(
 
     Moves K, V and logical position in all layers and heads, bit for bit. Nothing else changes: a destination's other
     slots keep what they held. Sources may be shared; destinations must belong to one request, and not be the source of
-    any request of the batch. ``batch.keep`` is not looked at: the mask has the counts.
+    any request of the batch. The mask has the counts; ``batch.keep`` only says how long the rows of ``dst_tables`` must
+    at least be, so a mask of more than ``keep`` slots needs rows for them.
 
     Args:
         layers: the caches, read and written.
@@ -74,9 +75,10 @@ def pack_ragged(
         TypeError: a tensor has the wrong dtype.
         ValueError: shapes, strides or devices do not fit, the destination is the source, or Triton cannot run here.
     """
-    if batch.dst_tables.data_ptr() == batch.block_tables.data_ptr() and batch.num_requests:
+    if batch.total and batch.dst_tables.data_ptr() == batch.block_tables.data_ptr():
         raise ValueError("dst_tables is block_tables, but packing in place overwrites survivors: give fresh blocks")
     _check(layers, batch, mask, positions)
+    check_row_lengths(layers, batch, destinations=True)
     check_device(layers.device, "pack_ragged_ref")
     moves, num_moves = scratch_for(mask, batch, scratch)
     if num_moves.numel():

@@ -105,6 +105,10 @@ class PagedLayers:
         """Where the caches are."""
         return self.caches[0].device
 
+    def part(self, start: int, stop: int) -> PagedLayers:
+        """Return the layers ``[start, stop)``; an even ``start`` keeps ``base`` at a multiple of ``VECTOR_BYTES``."""
+        return PagedLayers(self.base[start:stop], self.caches[start:stop], self.strides, self.aligned)
+
     def rows(self, layer: int, block_table: Tensor, length: int) -> Tensor:
         """Gather one request's K and V of one layer: a new tensor ``[num_kv_heads, length, 2 * head_dim]``.
 
@@ -137,6 +141,8 @@ class RaggedBatch:
         max_length: at least the largest of ``lengths``; only sizes grids and tables.
         total: the sum of ``lengths``, i.e. columns of a ragged array.
         dst_tables: int32 ``[R, max_dst_blocks]``, contiguous: where survivors go; ``block_tables`` when in place.
+        min_block_size: what ``block_size`` must at least be, or a row of ``block_tables`` is too short.
+        min_dst_block_size: likewise of ``dst_tables``, for ``keep`` slots.
     """
 
     block_tables: Tensor
@@ -148,6 +154,8 @@ class RaggedBatch:
     max_length: int
     total: int
     dst_tables: Tensor
+    min_block_size: int = 1
+    min_dst_block_size: int = 1
 
     def __post_init__(self) -> None:
         """Check dtypes, shapes and devices, never contents.
@@ -218,7 +226,8 @@ class RaggedBatch:
             device: where the caches are.
 
         Raises:
-            ValueError: a table is too short, or a count out of bounds.
+            ValueError: arguments are of different numbers of requests, a count is out of bounds, or a block id is
+                negative. Launchers raise it where a table is too short, since only they know the block size.
         """
         count = len(lengths)
         protected = np.full(count, protect, np.int32) if isinstance(protect, int) else np.asarray(protect, np.int32)
@@ -231,12 +240,13 @@ class RaggedBatch:
         _check_counts(sizes, kept, protected, window)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        tables = _padded(block_tables)
-        targets = None if dst_tables is None else _padded(dst_tables)
+        tables = _padded("block_tables", block_tables)
+        targets = None if dst_tables is None else _padded("dst_tables", dst_tables)
+        most_kept = kept.max(axis=tuple(range(1, kept.ndim)), initial=0)
         arrays: list[_Array] = [offsets, sizes, kept, protected, tables]
         if targets is not None:
             arrays.append(targets)
-        on_device = _to_device(arrays, torch.device(device))
+        on_device = to_device(arrays, torch.device(device))
         return cls(
             block_tables=on_device[4],
             lengths=on_device[1],
@@ -247,7 +257,16 @@ class RaggedBatch:
             max_length=int(sizes.max(initial=0)),
             total=int(offsets[-1]),
             dst_tables=on_device[-1],
+            min_block_size=_min_block_size(block_tables, sizes),
+            min_dst_block_size=_min_block_size(block_tables if dst_tables is None else dst_tables, most_kept),
         )
+
+
+def _min_block_size(tables: Sequence[Sequence[int]], slots: npt.NDArray[np.int32]) -> int:
+    """Return the least slots of a block with which each table has room for so many slots."""
+    blocks = np.fromiter(map(len, tables), np.int64, len(tables))
+    sizes = np.where(slots > 0, -(-slots.astype(np.int64) // np.maximum(blocks, 1)), 1)
+    return int(np.where((blocks == 0) & (slots > 0), np.iinfo(np.int32).max, sizes).max(initial=1))
 
 
 def _check_counts(
@@ -259,7 +278,7 @@ def _check_counts(
             f"protect={protect.min(initial=0)} must not be negative"
         )
     per_row = (-1, *[1] * (keep.ndim - 1))
-    low = np.minimum(protect + window, lengths).reshape(per_row)
+    low = np.minimum(protect.astype(np.int64) + window, lengths).reshape(per_row)
     bad = np.argwhere((keep < low) | (keep > lengths.reshape(per_row)))
     if len(bad):
         request = int(bad[0, 0])
@@ -269,8 +288,11 @@ def _check_counts(
         )
 
 
-def _to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one go, without waiting for it; each begins at a multiple of ``VECTOR_BYTES``."""
+def to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
+    """Copy int32 and int64 arrays to the device in one go, without waiting for it.
+
+    Each begins at a multiple of ``VECTOR_BYTES``, since Triton compiles a kernel once more for pointers that do not.
+    """
     starts = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([-(-x.nbytes // VECTOR_BYTES) * VECTOR_BYTES for x in arrays], out=starts[1:])
     staged = torch.zeros(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -288,9 +310,11 @@ def _layout(cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtyp
     return tuple(cache.shape), cache.stride(), cache.dtype, cache.device
 
 
-def _padded(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+def _padded(name: str, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
     """Return ``[R, longest]``, padded with -1, which no kernel may read."""
     out = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
-    for row, table in zip(out, tables, strict=True):
+    for number, (row, table) in enumerate(zip(out, tables, strict=True)):
         row[: len(table)] = table
+        if len(table) and row[: len(table)].min() < 0:
+            raise ValueError(f"{name} of request {number} holds block {row.min()}: block ids must not be negative")
     return out

@@ -25,10 +25,8 @@ from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 Scope = Literal["head", "layer", "model"]
 
-SORT = 512
-"""Tokens that are ranked among each other at once; longer rows are merged from sorted tiles by binary search."""
-_CHUNK = 16
-_SORT_WARPS = 8
+SORTS = (512, 4096)
+"""Tokens that are sorted at once: the first that all rows fit. Longer ones are merged by search in the sorted tiles."""
 _TILE = 512
 _NOISE = 1e-12  # a variance below this part of the squared mean is rounding
 _SCOPES: dict[Scope, int] = {"head": 0, "layer": 1, "model": 2}
@@ -62,7 +60,8 @@ def logical_order(layers: PagedLayers, batch: RaggedBatch, positions: Tensor) ->
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
         requests = (positions, batch.block_tables, batch.lengths, batch.offsets)
         sizes = (batch.total, layers.num_blocks, batch.block_tables.shape[1])
-        splits = splits_of(batch, rows, SORT)
+        sort, sort_warps = _sort_shape(batch.max_length)
+        splits = splits_of(batch, rows, sort)
         sort_positions_kernel[(rows * splits,)](
             *requests,
             tiles,
@@ -70,9 +69,8 @@ def logical_order(layers: PagedLayers, batch: RaggedBatch, positions: Tensor) ->
             splits,
             *shape[:2],
             BLOCK_SIZE=layers.block_size,
-            SORT=SORT,
-            CHUNK=_CHUNK,
-            num_warps=_SORT_WARPS,
+            SORT=sort,
+            num_warps=sort_warps,
         )
         splits = splits_of(batch, rows, _TILE)
         order_kernel[(rows * splits,)](
@@ -83,8 +81,8 @@ def logical_order(layers: PagedLayers, batch: RaggedBatch, positions: Tensor) ->
             splits,
             *shape[:2],
             BLOCK_SIZE=layers.block_size,
-            SORT=SORT,
-            STEPS=SORT.bit_length(),
+            SORT=sort,
+            STEPS=sort.bit_length(),
             TILE=_TILE,
             num_warps=4,
         )
@@ -194,8 +192,9 @@ def rank_sum(
         rows = batch.num_requests * a.shape[0] * a.shape[1]
         inputs = (a, b, order, batch.lengths, batch.protect, batch.offsets)
         keys = torch.empty(2, *a.shape, dtype=torch.int32, device=a.device)
-        splits = splits_of(batch, rows, SORT)
-        sort_kernel[(rows * splits,)](
+        sort, sort_warps = _sort_shape(batch.max_length)
+        splits = splits_of(batch, rows, sort)
+        sort_kernel[(rows * splits, 2)](
             *inputs,
             keys,
             batch.total,
@@ -203,9 +202,8 @@ def rank_sum(
             splits,
             *a.shape[:2],
             EVICTABLE=evictable,
-            SORT=SORT,
-            CHUNK=_CHUNK,
-            num_warps=_SORT_WARPS,
+            SORT=sort,
+            num_warps=sort_warps,
         )
         splits = splits_of(batch, rows, _TILE)
         rank_sum_kernel[(rows * splits,)](
@@ -218,8 +216,8 @@ def rank_sum(
             *weights,
             *a.shape[:2],
             EVICTABLE=evictable,
-            SORT=SORT,
-            STEPS=SORT.bit_length(),
+            SORT=sort,
+            STEPS=sort.bit_length(),
             TILE=_TILE,
             num_warps=4,
         )
@@ -357,6 +355,12 @@ def zscore_sum_ref(
     return out
 
 
+def _sort_shape(max_length: int) -> tuple[int, int]:
+    """Return the tokens that are sorted at once, and the warps that do it."""
+    sort = next((sort for sort in SORTS if sort >= max_length), SORTS[-1])
+    return sort, min(max(sort // 256, 1), 16)
+
+
 def _columns(batch: RaggedBatch) -> list[slice]:
     ends = batch.offsets.tolist()
     return [slice(first, end) for first, end in itertools.pairwise(ends)]
@@ -388,19 +392,22 @@ def variants() -> list[Variant]:
 
     scores = {**REQUESTS, "a": "*fp32", "b": "*fp32", "scores": "*fp32", "out": "*fp32", "order": "*i32"}
     positions = {**REQUESTS, "positions": "*i32", "sorted_tiles": "*i32", "out": "*i32"}
-    sort, merge = {"SORT": SORT, "CHUNK": _CHUNK}, {"SORT": SORT, "STEPS": SORT.bit_length(), "TILE": _TILE}
     scopes = {"SCOPE_A": 2, "SCOPE_B": 1, "MERGED_A": 256, "MERGED_B": 8, "EVICTABLE": True, "TILE": _TILE}
     weights = {"weight_a": "fp32", "weight_b": "fp32"}
-    rows: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
-        ("order-sort", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16, **sort}),
-        ("order-merge", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}),
-        ("rank-sort", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True, **sort}),
-        ("rank-sum", jitted.rank_sum_kernel, scores | {"keys": "*i32"}, {"EVICTABLE": True, **merge}),
-        ("moments", jitted.moments_kernel, scores | {"moments": "*fp32"}, {"EVICTABLE": True, "TILE": _TILE}),
-        ("zscore-sum", jitted.zscore_sum_kernel, scores | {"moments": "*fp32"}, scopes),
-        ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}),
+    rows: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
+        ("moments", jitted.moments_kernel, scores | {"moments": "*fp32"}, {"EVICTABLE": True, "TILE": _TILE}, 4),
+        ("zscore-sum", jitted.zscore_sum_kernel, scores | {"moments": "*fp32"}, scopes, 4),
+        ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}, 4),
     ]
+    for length in SORTS:
+        size, warps = _sort_shape(length)
+        sort, merge = {"SORT": size}, {"SORT": size, "STEPS": size.bit_length(), "TILE": _TILE}
+        rows += [
+            (f"order-sort-{size}", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16, **sort}, warps),
+            (f"order-merge-{size}", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}, 4),
+            (f"rank-sort-{size}", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True, **sort}, warps),
+            (f"rank-sum-{size}", jitted.rank_sum_kernel, scores | {"keys": "*i32"}, {"EVICTABLE": True, **merge}, 4),
+        ]
     return [
-        Variant(f"score-{name}", kernel, types, sizes, _SORT_WARPS if "CHUNK" in sizes else 4, weights)
-        for name, kernel, types, sizes in rows
+        Variant(f"score-{name}", kernel, types, sizes, warps, weights) for name, kernel, types, sizes, warps in rows
     ]

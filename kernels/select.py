@@ -196,7 +196,12 @@ def _expanded(theta: Tensor, counts: Tensor) -> Tensor:
         raise TypeError(f"theta must be float32, got {theta.dtype}: convert it")
     if theta.device != counts.device:
         raise ValueError(f"theta is on {theta.device}, must be on {counts.device}: move it")
-    return theta.expand_as(counts)
+    try:
+        return theta.expand_as(counts)
+    except RuntimeError:
+        raise ValueError(
+            f"theta is {list(theta.shape)}, must be broadcastable to {list(counts.shape)}, [R, L, H]"
+        ) from None
 
 
 def _shape(max_length: int, tile: int | None) -> tuple[int, int]:

@@ -66,7 +66,9 @@ def list_fill_kernel(
     row = tl.program_id(0)
     request, layer, head, length, first = _row(lengths, offsets, total, L, H, row)
     mask += layer.to(tl.int64) * mask_layer + head.to(tl.int64) * mask_head + tl.load(offsets + request)
-    kept_slots = tl.load(keep + request.to(tl.int64) * keep_request + layer * keep_layer + head * keep_head)
+    kept_slots = tl.load(
+        keep + request.to(tl.int64) * keep_request + layer.to(tl.int64) * keep_layer + head.to(tl.int64) * keep_head
+    )
     half = length // 2  # no row has more moves: each takes a hole and a mover
     holes = tl.full((), 0, tl.int32)
     movers = tl.full((), 0, tl.int32)
@@ -88,6 +90,19 @@ def list_fill_kernel(
         holes += number & 0xFFFF
         movers += number >> 16
     tl.store(num_moves + row, tl.minimum(tl.minimum(holes, movers), half))
+
+
+@triton.jit
+def _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr):
+    """Return the slots that the moves of these ranks lead from and to, and the int64 blocks of both."""
+    live = rank < count
+    src = tl.load(moves + rank, mask=live, other=0)
+    dst = rank
+    if FILL:
+        dst = tl.load(moves + length // 2 + rank, mask=live, other=0)
+    src_block = tl.load(block_tables + src // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    dst_block = tl.load(dst_tables + dst // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return src, dst, src_block, dst_block
 
 
 @triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits"])
@@ -134,17 +149,19 @@ def move_kernel(
     column = tl.arange(0, COLUMNS)
     element = column.to(tl.int64) * stride_dim
 
+    # The places of the next group are looked up before this one moves: three loads that wait for each other otherwise.
+    rank = split * ROWS + tl.arange(0, ROWS)
+    src, dst, src_block, dst_block = _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL)
     for start in range(split * ROWS, count, splits * ROWS):
-        rank = start + tl.arange(0, ROWS)
         live = rank < count
-        src = tl.load(moves + rank, mask=live, other=0)
-        dst = tl.load(moves + length // 2 + rank, mask=live, other=0) if FILL else rank
-        src_block = tl.load(block_tables + src // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        dst_block = tl.load(dst_tables + dst // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         source = src_block * stride_block + (src % BLOCK_SIZE).to(tl.int64) * stride_slot
         target = dst_block * stride_block + (dst % BLOCK_SIZE).to(tl.int64) * stride_slot
+        from_position = positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE
+        to_position = positions + dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE
         chosen = live[:, None] & (column < WIDTH)[None, :]
         words = tl.load(cache + source[:, None] + element[None, :], mask=chosen)
-        position = tl.load(positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE, mask=live)
+        position = tl.load(from_position, mask=live)
+        rank = start + splits * ROWS + tl.arange(0, ROWS)
+        src, dst, src_block, dst_block = _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL)
         tl.store(cache + target[:, None] + element[None, :], words, mask=chosen)
-        tl.store(positions + dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE, position, mask=live)
+        tl.store(to_position, position, mask=live)

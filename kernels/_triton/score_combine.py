@@ -41,26 +41,6 @@ def _below(tile, count, key, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
-def _ahead(key, lane, other_key, other, count):
-    """Return for each key of a tile how many of the other keys come before it; equal ones by their lane."""
-    tie = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
-    ahead = ((other_key[None, :] < key[:, None]) | tie) & (other < count)[None, :]
-    return tl.sum(ahead.to(tl.int32), axis=1)
-
-
-@triton.jit
-def _sort_tile(scores, out, order, start, count, low, high, SORT: tl.constexpr, CHUNK: tl.constexpr):
-    """Store the keys of ``count`` tokens from ``start`` on in ascending order."""
-    lane = tl.arange(0, SORT)
-    key = _score_key(scores, order, start + lane, low, high)
-    rank = tl.zeros([SORT], tl.int32)
-    for chunk in range(0, count, CHUNK):
-        other = chunk + tl.arange(0, CHUNK)
-        rank += _ahead(key, lane, _score_key(scores, order, start + other, low, high), other, count)
-    tl.store(out + start + rank, key, mask=lane < count)
-
-
 @triton.jit(do_not_specialize=["total", "window", "splits", "L", "H"])
 def sort_kernel(
     a,  # float32 [L, H, total]
@@ -77,9 +57,8 @@ def sort_kernel(
     H,
     EVICTABLE: tl.constexpr,  # keys of forced slots are excluded
     SORT: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """Sort the ordered keys of both arrays, tile by tile of SORT tokens in logical order."""
+    """Sort the ordered keys of one of both arrays, tile by tile of SORT tokens in logical order."""
     program = tl.program_id(0)
     request, layer, head = row_of(program // splits, L, H)
     first = ragged_row(offsets, request, layer, head, H, total)
@@ -89,12 +68,15 @@ def sort_kernel(
         low, high = tl.load(protect + request), length - window
     if order is not None:
         order += first
-    out += first
-    plane = (L * H).to(tl.int64) * total
+    scores = a
+    if tl.program_id(1) == 1:
+        scores = b
+        out += (L * H).to(tl.int64) * total
+    lane = tl.arange(0, SORT)
     for start in range(program % splits * SORT, length, splits * SORT):
-        count = tl.minimum(length - start, SORT)
-        _sort_tile(a + first, out, order, start, count, low, high, SORT, CHUNK)
-        _sort_tile(b + first, out + plane, order, start, count, low, high, SORT, CHUNK)
+        # Lanes beyond the row are excluded: they come last, as do excluded tokens, whose keys are equal.
+        keys = tl.sort(_score_key(scores + first, order, start + lane, low, high))
+        tl.store(out + first + start + lane, keys, mask=start + lane < length)
 
 
 @triton.jit
@@ -105,9 +87,17 @@ def _midrank(keys, length, key, SORT: tl.constexpr, STEPS: tl.constexpr):
     counted = tl.full([1], 0, tl.int32)
     for start in range(0, length, SORT):
         count = tl.minimum(length - start, SORT)
-        less += _below(keys + start, count, key, STEPS)
-        up_to += _below(keys + start, count, key + 1, STEPS)
-        counted += _below(keys + start, count, tl.full([1], _EXCLUDED, tl.int32), STEPS)
+        tile = keys + start
+        below = _below(tile, count, key, STEPS)
+        equal = tl.load(tile + below, mask=below < count, other=_EXCLUDED) == key
+        two = tl.load(tile + below + 1, mask=below + 1 < count, other=_EXCLUDED) == key
+        including = below + equal.to(tl.int32)
+        # A second search only where there are ties.
+        if tl.max((two & (key != _EXCLUDED)).to(tl.int32)) > 0:
+            including = _below(tile, count, key + 1, STEPS)
+        less += below
+        up_to += including
+        counted += _below(tile, count, tl.full([1], _EXCLUDED, tl.int32), STEPS)
     twice = (less + up_to - 1).to(tl.float32)  # of the mean rank; exact below 2**24
     return tl.div_rn(twice, 2.0 * tl.maximum(counted - 1, 1).to(tl.float32))
 
@@ -173,7 +163,6 @@ def sort_positions_kernel(
     H,
     BLOCK_SIZE: tl.constexpr,
     SORT: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Sort the positions of each row, tile by tile of SORT slots."""
     program = tl.program_id(0)
@@ -183,17 +172,10 @@ def sort_positions_kernel(
     length = tl.load(lengths + request)
     lane = tl.arange(0, SORT)
     for start in range(program % splits * SORT, length, splits * SORT):
-        count = tl.minimum(length - start, SORT)
-        live = lane < count
-        key = position_of(positions, table, start + lane, live, layer, head, num_blocks, H, BLOCK_SIZE)
-        rank = tl.zeros([SORT], tl.int32)
-        for chunk in range(0, count, CHUNK):
-            other = chunk + tl.arange(0, CHUNK)
-            other_key = position_of(
-                positions, table, start + other, other < count, layer, head, num_blocks, H, BLOCK_SIZE
-            )
-            rank += _ahead(key, lane, other_key, other, count)
-        tl.store(out + start + rank, key, mask=live)
+        slot = start + lane
+        key = position_of(positions, table, slot, slot < length, layer, head, num_blocks, H, BLOCK_SIZE)
+        key = tl.sort(tl.where(slot < length, key, _EXCLUDED))
+        tl.store(out + slot, key, mask=slot < length)
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "max_blocks", "splits", "L", "H"])

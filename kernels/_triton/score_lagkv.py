@@ -130,7 +130,7 @@ def lagkv_kernel(
                 other_score = tl.load(key_spreads + begin + other, mask=other < LAG, other=float("nan"))
                 tie = (other_score[None, :] == score[:, None]) & (other[None, :] > lane[:, None])
                 below += tl.sum(((other_score[None, :] < score[:, None]) | tie).to(tl.int32), axis=1)
-            score = tl.where(good, below.to(tl.float32) / LAG, float("nan"))
+            score = tl.where(good, tl.div_rn(below.to(tl.float32), tl.full([PART], LAG, tl.float32)), float("nan"))
         slot = slot_of(order, begin + lane, live, order is not None)
         tl.store(out + slot, score, mask=live)
 
@@ -139,6 +139,8 @@ def lagkv_kernel(
     for start in range(split * PART, length, splits * PART):
         index = start + lane
         live = (index < length) & ((index < sinks) | (index >= scored))
-        recency = (index - sinks).to(tl.float32) / tl.maximum(length - sinks, 1).to(tl.float32)
+        # Rounded as everywhere else: a plain division is approximate on GPUs.
+        rest = tl.maximum(length - sinks, 1).to(tl.float32)
+        recency = tl.div_rn((index - sinks).to(tl.float32), tl.zeros([PART], tl.float32) + rest)
         slot = slot_of(order, index, live, order is not None)
         tl.store(out + slot, tl.where((index < sinks) | (parts > 1), 1.0, recency), mask=live)

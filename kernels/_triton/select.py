@@ -23,6 +23,11 @@ def ordered_key(scores):
 
 
 @triton.jit
+def _at(request, layer, head, stride_request, stride_layer, stride_head):
+    return request.to(tl.int64) * stride_request + layer.to(tl.int64) * stride_layer + head.to(tl.int64) * stride_head
+
+
+@triton.jit
 def _load_keys(scores, start, length, protect, first_recent, BLOCK: tl.constexpr):
     """Return a tile's slots, whether each exists, and its key.
 
@@ -73,7 +78,7 @@ def topk_kernel(
     request, layer, head = row // (L * H), row // H % L, row % H
     length = tl.load(lengths + request)
     first = tl.load(offsets + request)
-    kept = tl.load(keep + request.to(tl.int64) * keep_request + layer * keep_layer + head * keep_head)
+    kept = tl.load(keep + _at(request, layer, head, keep_request, keep_layer, keep_head))
     kept = tl.minimum(tl.maximum(kept, 0), length)  # counts are exact whatever they were asked to be
     protected = tl.load(protect + request)
     first_recent = length - window
@@ -149,7 +154,7 @@ def threshold_kernel(
     protected = tl.load(protect + request)
     scores += layer.to(tl.int64) * scores_layer + head.to(tl.int64) * scores_head + first
     mask += layer.to(tl.int64) * mask_layer + head.to(tl.int64) * mask_head + first
-    bound = ordered_key(tl.load(theta + request.to(tl.int64) * theta_request + layer * theta_layer + head * theta_head))
+    bound = ordered_key(tl.load(theta + _at(request, layer, head, theta_request, theta_layer, theta_head)))
     # Key 0 is NaN: no score reaches a bound that is not a number, and a NaN reaches none.
     bound = tl.where(bound == 0, tl.full((), 0xFFFFFFFF, tl.uint32), bound)
 

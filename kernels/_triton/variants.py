@@ -14,6 +14,8 @@ from typing import Any
 MODULES = (
     "nitro.kernels.select",
     "nitro.kernels._moves",
+    "nitro.kernels.blocks",
+    "nitro.kernels.newest",
     "nitro.kernels.score_slots",
     "nitro.kernels.score_mean",
     "nitro.kernels.score_gravity",

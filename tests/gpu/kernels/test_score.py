@@ -117,7 +117,7 @@ def test_gravity_of_keys_that_differ_little(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sort", [16, 128, 1024])
 def test_other_sorted_tiles(sort: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_combine, "SORT", sort)
+    monkeypatch.setattr(score_combine, "SORTS", (sort,))
     for length in (1, sort - 1, sort, sort + 1, 3000):
         x = cases.make_scores([length, 3], (1, 2), "ties", np.random.default_rng(length), moved=True, device="cuda")
         cases.check_rank_sum(x, (1.0, 1.0), evictable=True)

@@ -17,7 +17,7 @@ from nitro.integration.vllm.kv_layout import BackendCache, probe
 def cpu_layer(dtype: torch.dtype, block: int, dim: int) -> Any:
     impl = object.__new__(cpu_attn.CPUAttentionBackendImpl)
     impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
-    isa = cpu_attn._get_attn_isa(dtype, block, dim)
+    isa = impl.isa = cpu_attn._get_attn_isa(dtype, block, dim)  # vLLM 0.28 asks the backend, later ones the layer
     return SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
 
 

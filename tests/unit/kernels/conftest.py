@@ -15,9 +15,17 @@ import triton
 from triton import language as tl
 from triton.runtime import interpreter
 
+from nitro.kernels import score_combine
+
 interpreted = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="runs kernels on the CPU: set TRITON_INTERPRET=1"
 )
+
+
+@pytest.fixture(autouse=True)
+def small_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a minute to sort the tiles that GPUs sort in microseconds."""
+    monkeypatch.setattr(score_combine, "SORTS", (64,))
 
 
 def _patch_once() -> None:

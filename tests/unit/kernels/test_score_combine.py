@@ -16,7 +16,7 @@ from .conftest import interpreted
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_combine, "SORT", 16)
+    monkeypatch.setattr(score_combine, "SORTS", (16,))
     monkeypatch.setattr(score_combine, "_TILE", 32)
 
 
@@ -89,8 +89,9 @@ def test_edges_of_sorted_tiles(length: int) -> None:
 
 
 def test_default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller of them: sorting thousands takes the interpreter a minute."""
     monkeypatch.undo()
-    assert score_combine.SORT == 512
-    x = cases.make_scores([600], (1, 1), "ties", np.random.default_rng(0), moved=False)
+    assert score_combine._sort_shape(300) == (512, 2)
+    assert score_combine._sort_shape(600) == score_combine._sort_shape(100_000) == (4096, 16)
+    x = cases.make_scores([300], (1, 1), "ties", np.random.default_rng(0), moved=False)
     cases.check_rank_sum(x, (1.0, 1.0), evictable=True)
-    cases.check_order(cases.make_case(cases.Shape(1, 1), [600], moved=True))
