@@ -13,6 +13,7 @@ from nitro import kernel_compactor, policies
 from nitro.kernels import score_combine
 from nitro.policies.base import Policy, ScoreInput
 from nitro.policies.knorm import KNorm
+from nitro.policies.ragged import RaggedInput
 
 from .conftest import interpreted
 
@@ -99,6 +100,37 @@ def test_scores_are_float32_whatever_the_default_is() -> None:
         world.compactor.set_policy(Plain())
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("scratch", [2**28, 3000], ids=["at-once", "in-parts"])
+@pytest.mark.parametrize("garbage", [torch.inf, torch.nan, -torch.inf, None], ids=["inf", "nan", "-inf", "bits"])
+def test_garbage_for_scores_costs_no_sink_and_no_new_token(
+    garbage: float | None, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a policy returns, exact counts, sinks and window stay, and nothing is lost or doubled (``check``)."""
+
+    @dataclass(frozen=True)
+    class Garbage(KNorm):
+        name = "garbage"
+
+        def score_ragged(self, x: RaggedInput) -> Tensor:
+            shape = x.layers.num_layers, x.layers.num_kv_heads, x.batch.total
+            if garbage is not None:
+                return torch.full(shape, garbage)
+            generator = torch.Generator().manual_seed(x.batch.total)
+            bits = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
+            return bits.view(torch.float32)
+
+    world = cases.World("kernel", "random")
+    world.compactor.set_policy(Garbage())
+    monkeypatch.setattr(kernel_compactor, "SCRATCH_BYTES", scratch)
+    world.grow("a:1", 40)
+    world.fork("a:1", "a:2")
+    world.grow("b", 33)
+    for grown, keep in ((1, 20), (3, 12), (0, 8), (7, 9), (1, 9)):
+        for name in ("a:1", "a:2", "b"):
+            world.grow(name, grown)
+        world.evict({"a:1": keep, "a:2": keep, "b": keep})
 
 
 @pytest.mark.parametrize("policy", ["gravity", "streaming", "keydiff"])
