@@ -16,7 +16,7 @@ def _row(lengths, offsets, total, L, H, row):
     return request, layer, head, tl.load(lengths + request), first
 
 
-@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total"])
+@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total", "L", "H"])
 def list_pack_kernel(
     mask,  # uint8 [L, H, total]
     moves,  # int32 [L, H, total], written: a row's survivors, in order
@@ -44,7 +44,7 @@ def list_pack_kernel(
     tl.store(num_moves + row, count)
 
 
-@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total"])
+@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total", "L", "H"])
 def list_fill_kernel(
     mask,  # uint8 [L, H, total]
     moves,  # int32 [L, H, total], written: a row's movers in its first half, the holes they fill in its second
@@ -105,7 +105,7 @@ def _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE: tl
     return src, dst, src_block, dst_block
 
 
-@triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits"])
+@triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits", "L", "H"])
 def move_kernel(
     base,  # int64 [L]
     positions,  # int32 [L, num_blocks, H, block_size]
