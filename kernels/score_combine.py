@@ -387,7 +387,7 @@ def _check(
 
 
 def variants() -> list[Variant]:
-    """Return what the launchers may launch; of z-scores, one of many pairs of scopes."""
+    """Return what the launchers may launch; of z-scores, one of many pairs of scopes, of tiles the extremes."""
     from nitro.kernels._triton import score_combine as jitted
 
     scores = {**REQUESTS, "a": "*fp32", "b": "*fp32", "scores": "*fp32", "out": "*fp32", "order": "*i32"}
@@ -399,15 +399,22 @@ def variants() -> list[Variant]:
         ("zscore-sum", jitted.zscore_sum_kernel, scores | {"moments": "*fp32"}, scopes, 4),
         ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}, 4),
     ]
-    for length in SORTS:
+    # Sorting takes seconds to compile, and is the same in both kernels that do it.
+    for length, (name, kernel, types, constants) in zip(
+        SORTS,
+        (
+            ("order-sort", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16}),
+            ("rank-sort", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True}),
+        ),
+        strict=True,
+    ):
         size, warps = _sort_shape(length)
-        sort, merge = {"SORT": size}, {"SORT": size, "STEPS": size.bit_length(), "TILE": _TILE}
-        rows += [
-            (f"order-sort-{size}", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16, **sort}, warps),
-            (f"order-merge-{size}", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}, 4),
-            (f"rank-sort-{size}", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True, **sort}, warps),
-            (f"rank-sum-{size}", jitted.rank_sum_kernel, scores | {"keys": "*i32"}, {"EVICTABLE": True, **merge}, 4),
-        ]
+        rows.append((f"{name}-{size}", kernel, types, {"SORT": size, **constants}, warps))
+    merge = {"SORT": SORTS[-1], "STEPS": SORTS[-1].bit_length(), "TILE": _TILE}
+    rows += [
+        ("order-merge", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}, 4),
+        ("rank-sum", jitted.rank_sum_kernel, scores | {"keys": "*i32"}, {"EVICTABLE": True, **merge}, 4),
+    ]
     return [
         Variant(f"score-{name}", kernel, types, sizes, warps, weights) for name, kernel, types, sizes, warps in rows
     ]

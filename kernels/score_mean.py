@@ -262,7 +262,6 @@ def variants() -> list[Variant]:
             found.append(cache_variant(f"score-{name}{phase[0]}", kernel, dtype, head_dim, chosen, partials))
     pointers = {"positions": "*i32", "cos_sin": "*fp32", **partials}
     for dtype, head_dim, rotary, interleaved, split in (
-        (torch.bfloat16, 64, 64, False, False),
         (torch.float16, 96, 48, False, True),
         (torch.float32, 256, 256, True, False),
     ):

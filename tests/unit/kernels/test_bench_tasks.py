@@ -18,7 +18,7 @@ from .conftest import interpreted
 Bench = Callable[[kernel_bench.Setup], Iterator[kernel_bench.Task]]
 
 pytestmark = interpreted
-TINY = kernel_bench.Shape(requests=2, length=42, keep=30, model_layers=2, layers=2, heads=2, head_dim=32, window=8)
+TINY = kernel_bench.Shape(requests=2, length=37, keep=30, model_layers=2, layers=2, heads=2, head_dim=32, window=8)
 
 
 @pytest.fixture(scope="module")
