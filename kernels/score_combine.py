@@ -399,17 +399,11 @@ def variants() -> list[Variant]:
         ("zscore-sum", jitted.zscore_sum_kernel, scores | {"moments": "*fp32"}, scopes, 4),
         ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}, 4),
     ]
-    # Sorting takes seconds to compile, and is the same in both kernels that do it.
-    for length, (name, kernel, types, constants) in zip(
-        SORTS,
-        (
-            ("order-sort", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16}),
-            ("rank-sort", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True}),
-        ),
-        strict=True,
-    ):
-        size, warps = _sort_shape(length)
-        rows.append((f"{name}-{size}", kernel, types, {"SORT": size, **constants}, warps))
+    order: dict[str, Any] = {"BLOCK_SIZE": 16}
+    rank: dict[str, Any] = {"EVICTABLE": True}
+    for size, warps in map(_sort_shape, SORTS):
+        rows.append((f"order-sort-{size}", jitted.sort_positions_kernel, positions, order | {"SORT": size}, warps))
+        rows.append((f"rank-sort-{size}", jitted.sort_kernel, scores | {"out": "*i32"}, rank | {"SORT": size}, warps))
     merge = {"SORT": SORTS[-1], "STEPS": SORTS[-1].bit_length(), "TILE": _TILE}
     rows += [
         ("order-merge", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}, 4),

@@ -16,13 +16,14 @@ from nitro.kernels._triton.variants import all_variants
 
 ARCHS = (80, 89, 90)
 SHARED_BYTES = 99 * 1024  # what one block may have on sm_86 and sm_89
-NAMES = [variant.name for variant in all_variants()]
+VARIANTS = all_variants()
+NAMES = [variant.name for variant in VARIANTS]
 READING = [
     v.name
-    for v in all_variants()
+    for v in VARIANTS
     if v.name.startswith("score-") and "DTYPE" in v.constexprs and v.constexprs.get("PHASE") != 3
 ]
-ALIGNED_MOVES = [name for name in NAMES if name.startswith(("pack-", "fill-")) and not name.endswith("unaligned")]
+ALIGNED_MOVES = [name for name in NAMES if name.startswith(("pack-", "fill-")) and "unaligned" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,7 @@ def test_scores_read_sixteen_bytes_at_once(
 @pytest.mark.parametrize("length", [1, 400, 512, 513, 5000, 8192, 8193, 131072])
 def test_registry_has_what_the_launchers_choose(length: int) -> None:
     tile, num_warps = select._shape(length, None)
-    known = {
-        (v.name.split("-")[0], v.constexprs["BLOCK"], v.num_warps) for v in all_variants() if "BLOCK" in v.constexprs
-    }
+    known = {(v.name.split("-")[0], v.constexprs["BLOCK"], v.num_warps) for v in VARIANTS if "BLOCK" in v.constexprs}
     assert {("topk", tile, num_warps), ("threshold", tile, num_warps)} <= known
     tile, num_warps = _moves.list_shape(length)
     assert {("list_pack", tile, num_warps), ("list_fill", tile, num_warps)} <= known
