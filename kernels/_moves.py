@@ -60,7 +60,7 @@ def move_shape(
     width: int, itemsize: int, block_size: int, most: int, *, aligned: bool, fill: bool
 ) -> tuple[dict[str, Any], int]:
     """Return the constexpr parameters, and the warps, that make up to ``most`` moves in a row."""
-    factor = LONG_FACTOR if most * width * itemsize > 2 * LONG_FACTOR * MOVE_BYTES else 1
+    factor = LONG_FACTOR if aligned and most * width * itemsize > 2 * LONG_FACTOR * MOVE_BYTES else 1
     shape = word_constexprs(width, itemsize, block_size, aligned=aligned, nbytes=MOVE_BYTES * factor)
     return {**shape, "FILL": fill, "AHEAD": factor > 1}, MOVE_WARPS * factor
 
@@ -126,7 +126,7 @@ def variants() -> list[Variant]:
         (256, 4, 16, False, (True, False)),
     ):
         # Long rows have the same loads and stores, only more of them.
-        for fill, most in itertools.product(fills, (1, 2**17) if head_dim in (64, 128) and aligned else (1,)):
+        for fill, most in itertools.product(fills, (1, 2**17) if head_dim in (64, 128) else (1,)):
             constexprs, num_warps = move_shape(2 * head_dim, itemsize, block_size, most, aligned=aligned, fill=fill)
             name = f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}"
             found.append(
