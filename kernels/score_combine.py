@@ -400,16 +400,12 @@ def variants() -> list[Variant]:
         ("neighbours", jitted.neighbour_kernel, scores, {"TILE": _TILE}, 4),
     ]
     # Sorting takes seconds to compile, and is the same in both kernels that do it.
-    for length, (name, kernel, types, constants) in zip(
-        SORTS,
-        (
-            ("order-sort", jitted.sort_positions_kernel, positions, {"BLOCK_SIZE": 16}),
-            ("rank-sort", jitted.sort_kernel, scores | {"out": "*i32"}, {"EVICTABLE": True}),
-        ),
-        strict=True,
-    ):
-        size, warps = _sort_shape(length)
-        rows.append((f"{name}-{size}", kernel, types, {"SORT": size, **constants}, warps))
+    (small, few_warps), (large, many_warps) = _sort_shape(SORTS[0]), _sort_shape(SORTS[-1])
+    of_positions, of_scores = {"BLOCK_SIZE": 16, "SORT": small}, {"EVICTABLE": True, "SORT": large}
+    rows += [
+        (f"order-sort-{small}", jitted.sort_positions_kernel, positions, of_positions, few_warps),
+        (f"rank-sort-{large}", jitted.sort_kernel, scores | {"out": "*i32"}, of_scores, many_warps),
+    ]
     merge = {"SORT": SORTS[-1], "STEPS": SORTS[-1].bit_length(), "TILE": _TILE}
     rows += [
         ("order-merge", jitted.order_kernel, positions, {"BLOCK_SIZE": 16, **merge}, 4),
