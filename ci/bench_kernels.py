@@ -69,7 +69,7 @@ CHOICES: dict[str, tuple[ModuleType, str]] = {
     "score lagkv": (score_lagkv, "_choice"),
 }
 SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (4096, 8192, 16384, 32768), (2, 4, 8), (3, 4)
-SWEPT_CHUNKS = (1024, 4096)
+SWEPT_WHOLES = (1024, 4096)
 
 
 class Run:
@@ -199,12 +199,12 @@ class Run:
         module, attribute = CHOICES[task.name]
         original = getattr(module, attribute)
         itemsize = setup.layers.dtype.itemsize
-        chunk = _score.CHUNK
-        chunks = SWEPT_CHUNKS if task.passes_nbytes else (chunk,)
-        for size, nbytes, warps, stages in itertools.product(chunks, SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES):
+        whole = _score.WHOLE
+        wholes = SWEPT_WHOLES if task.passes_nbytes else (whole,)
+        for size, nbytes, warps, stages in itertools.product(wholes, SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES):
             if not 32 <= nbytes // (32 * warps) <= 256:  # bytes of a thread
                 continue
-            _score.CHUNK = size
+            _score.WHOLE = size
 
             def choose(
                 *arguments: Any, nbytes: int = nbytes, warps: int = warps, stages: int = stages
@@ -218,7 +218,7 @@ class Run:
             label = f" {nbytes} B, {warps} warps, {stages} stages"
             self.try_choice(setup, name, task, label + (f", {size}" if task.passes_nbytes else ""))
         setattr(module, attribute, original)
-        _score.CHUNK = chunk
+        _score.WHOLE = whole
 
     def _sweep_moves(self, setup: Setup, name: str) -> None:
         chosen = _moves.MOVE_BYTES, _moves.MOVE_WARPS, _moves.MOVE_PROGRAMS

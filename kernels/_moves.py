@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ LIST_TILES = (512, 4096)
 _SLOTS_PER_WARP = 512
 MOVE_BYTES = 16 * 1024  # that one program moves together: 128 bytes in flight for each of its threads
 MOVE_WARPS = 4
+LONG_FACTOR = 2  # programs of this many times the bytes and warps, which look ahead, move rows that take several rounds
 MOVE_PROGRAMS = 4096  # at least this many, if there is work for them: several for each multiprocessor
 
 
@@ -36,7 +38,9 @@ def list_shape(max_length: int) -> tuple[int, int]:
     return tile, tile // _SLOTS_PER_WARP
 
 
-def word_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool) -> dict[str, Any]:
+def word_constexprs(
+    width: int, itemsize: int, block_size: int, *, aligned: bool, nbytes: int = MOVE_BYTES
+) -> dict[str, Any]:
     """Return the constexpr parameters of kernels that move rows of K and V as integers."""
     import triton.language as tl
 
@@ -47,13 +51,18 @@ def word_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool
         "WIDTH": width,
         "COLUMNS": columns,
         # Where threads move single elements, the same number of bytes would take four to eight times the registers.
-        "ROWS": max(1, MOVE_BYTES // (columns * (itemsize if aligned else VECTOR_BYTES // 2))),
+        "ROWS": max(1, nbytes // (columns * (itemsize if aligned else VECTOR_BYTES // 2))),
         "BLOCK_SIZE": block_size,
     }
 
 
-def _move_constexprs(width: int, itemsize: int, block_size: int, *, aligned: bool, fill: bool) -> dict[str, Any]:
-    return {**word_constexprs(width, itemsize, block_size, aligned=aligned), "FILL": fill}
+def move_shape(
+    width: int, itemsize: int, block_size: int, most: int, *, aligned: bool, fill: bool
+) -> tuple[dict[str, Any], int]:
+    """Return the constexpr parameters, and the warps, that make up to ``most`` moves in a row."""
+    factor = LONG_FACTOR if most * width * itemsize > 2 * LONG_FACTOR * MOVE_BYTES else 1
+    shape = word_constexprs(width, itemsize, block_size, aligned=aligned, nbytes=MOVE_BYTES * factor)
+    return {**shape, "FILL": fill, "AHEAD": factor > 1}, MOVE_WARPS * factor
 
 
 def move(
@@ -62,10 +71,10 @@ def move(
     """Launch the moves that a ``list_*`` kernel has put in ``moves`` and ``num_moves``."""
     from nitro.kernels._triton.compact import move_kernel
 
-    constexprs = _move_constexprs(
-        2 * layers.head_dim, layers.dtype.itemsize, layers.block_size, aligned=layers.aligned, fill=fill
-    )
     most = batch.max_length // 2 if fill else batch.max_length
+    constexprs, num_warps = move_shape(
+        2 * layers.head_dim, layers.dtype.itemsize, layers.block_size, most, aligned=layers.aligned, fill=fill
+    )
     # Few long rows are split among programs; many short ones are not, since a program without work costs time, too.
     splits = min(math.ceil(most / constexprs["ROWS"]), math.ceil(MOVE_PROGRAMS / num_moves.numel()))
     dst_tables = batch.block_tables if fill else batch.dst_tables
@@ -87,7 +96,7 @@ def move(
         layers.num_layers,
         layers.num_kv_heads,
         **constexprs,
-        num_warps=MOVE_WARPS,
+        num_warps=num_warps,
     )
 
 
@@ -116,15 +125,16 @@ def variants() -> list[Variant]:
         (256, 4, 64, True, (True, False)),
         (256, 4, 16, False, (True, False)),
     ):
-        constexprs = {"stride_dim": 1} if aligned else {}
-        for fill in fills:
+        for fill, most in itertools.product(fills, (1, 2**17)):
+            constexprs, num_warps = move_shape(2 * head_dim, itemsize, block_size, most, aligned=aligned, fill=fill)
+            name = f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}"
             found.append(
                 Variant(
-                    f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}",
+                    f"{name}{'-long' if constexprs['AHEAD'] else ''}",
                     move_kernel,
                     pointers,
-                    constexprs | _move_constexprs(2 * head_dim, itemsize, block_size, aligned=aligned, fill=fill),
-                    MOVE_WARPS,
+                    ({"stride_dim": 1} if aligned else {}) | constexprs,
+                    num_warps,
                     divisible=("stride_block", "stride_head", "stride_slot") if aligned else (),
                 )
             )

@@ -18,8 +18,10 @@ REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Caches that can be scored, and Triton's names for them."""
 
+WHOLE = 4096
+"""Slots of the longest row that one program takes as a whole where rows are added up."""
 CHUNK = 1024
-"""Slots that one program adds up; longer rows are shared by several, which takes two launches."""
+"""Slots that one program adds up of a longer row, which is shared by several, in further launches."""
 
 _MIN_TILE = 16
 _PROGRAMS = 8192  # rows are shared by several programs while there are fewer than this: a few for each processor
@@ -40,35 +42,46 @@ def splits_of(batch: RaggedBatch, rows: int, tile: int) -> int:
     return max(1, min(cdiv(batch.max_length, tile), cdiv(_PROGRAMS, max(rows, 1))))
 
 
-class Chunks(NamedTuple):
-    """How rows are cut where they are added up, and where the partial sums go.
+class Part(NamedTuple):
+    """One launch of a kernel that adds rows up.
 
     Attributes:
-        per_row: programs that share a row; 1 where one does it all.
+        phase: 0 for the rows of up to ``WHOLE`` slots, one by a program; then 1, 2, ... for all others.
+        per_row: programs that share a row.
         rows: of ``partials``.
-        partials: float32 ``[L, H, rows, width]``; None where one program does it all.
+        partials: float32 ``[L, H, rows, width]``, where partial sums go; None in phase 0.
+        constants: constexpr parameters.
     """
 
+    phase: int
     per_row: int
     rows: int
     partials: Tensor | None
-
-    @property
-    def phases(self) -> tuple[dict[str, bool], ...]:
-        """Which passes each launch makes."""
-        if self.per_row == 1:
-            return ({"FIRST": True, "SECOND": True},)
-        return {"FIRST": True, "SECOND": False}, {"FIRST": False, "SECOND": True}
+    constants: dict[str, int]
 
 
-def chunks_of(layers: PagedLayers, batch: RaggedBatch, width: int) -> Chunks:
-    """Return how to cut rows into chunks of ``CHUNK`` slots, with room for partial sums of ``width`` elements."""
-    per_row = max(cdiv(batch.max_length, CHUNK), 1)
-    if per_row == 1:
-        return Chunks(1, 0, None)
-    rows = batch.total // CHUNK + batch.num_requests
-    shape = (layers.num_layers, layers.num_kv_heads, rows, width)
-    return Chunks(per_row, rows, torch.empty(shape, dtype=torch.float32, device=batch.device))
+def parts_of(layers: PagedLayers, batch: RaggedBatch, width: int, phases: int) -> list[Part]:
+    """Return the launches that add up all rows. A row's way depends on its own length alone, and so do its bits.
+
+    Args:
+        layers: the caches.
+        batch: the requests.
+        width: elements of a chunk's partial sums.
+        phases: launches that longer rows take.
+    """
+    parts = [Part(0, 1, 0, None, part_constants(0))]
+    if batch.max_length > WHOLE:
+        rows = batch.total // CHUNK + batch.num_requests
+        shape = (layers.num_layers, layers.num_kv_heads, rows, width)
+        partials = torch.empty(shape, dtype=torch.float32, device=batch.device)
+        per_row = cdiv(batch.max_length, CHUNK)
+        parts += [Part(phase + 1, per_row, rows, partials, part_constants(phase + 1)) for phase in range(phases)]
+    return parts
+
+
+def part_constants(phase: int) -> dict[str, int]:
+    """Return the constexpr parameters of a phase."""
+    return {"PHASE": phase, "CHUNK": WHOLE if phase == 0 else CHUNK, "WHOLE": WHOLE}
 
 
 def tile_shape(dtype: torch.dtype, head_dim: int, tile_bytes: int) -> dict[str, int]:

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nitro.kernels import _score
 from nitro.kernels._score import (
     by_slot,
     cache_variant,
     check_order,
     check_paged,
-    chunks_of,
     dense_rows,
     in_order,
     layers_constants,
     norms_ref,
+    part_constants,
+    parts_of,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
@@ -63,18 +63,18 @@ def gravity(
         from nitro.kernels._triton.score_gravity import gravity_kernel
 
         chosen = _choice(layers.dtype, layers.head_dim)
-        chunks = chunks_of(layers, batch, chosen["WIDTH"] + 4)
-        programs = batch.num_requests * layers.num_layers * layers.num_kv_heads * chunks.per_row
+        rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+        parts = parts_of(layers, batch, chosen["WIDTH"] + 4, 3)
         scratch = out.new_empty(2, *out.shape)
-        shifts = out.new_empty(programs, chosen["WIDTH"]) if chosen["SPLIT"] else None
-        for phase in (0,) if chunks.per_row == 1 else (1, 2, 3):
-            gravity_kernel[(programs,)](
+        shifts = out.new_empty(rows * parts[-1].per_row, chosen["WIDTH"]) if chosen["SPLIT"] else None
+        for part in parts:
+            gravity_kernel[(rows * part.per_row,)](
                 layers.base,
                 order,
                 batch.block_tables,
                 batch.lengths,
                 batch.offsets,
-                chunks.partials,
+                part.partials,
                 scratch,
                 shifts,
                 out,
@@ -82,13 +82,12 @@ def gravity(
                 batch.block_tables.shape[1],
                 batch.window,
                 softening**2,
-                chunks.per_row,
-                chunks.rows,
+                part.per_row,
+                part.rows,
                 layers.num_layers,
                 layers.num_kv_heads,
                 *layers.strides,
-                PHASE=phase,
-                CHUNK=_score.CHUNK,
+                **part.constants,
                 **layers_constants(layers),
                 **chosen,
             )
@@ -157,10 +156,10 @@ def variants() -> list[Variant]:
         (torch.bfloat16, 256, False, (0,)),
         (torch.float32, 256, True, (0,)),
     ):
-        chosen = _choice(dtype, head_dim) | {"CHUNK": _score.CHUNK}
+        chosen = _choice(dtype, head_dim)
         absent = {"order": not ordered, "shifts": not chosen["SPLIT"], "partials": phases == (0,)}
         chosen |= {name: None for name, missing in absent.items() if missing}
         for phase in phases:
             name = f"score-gravity{'-ordered' if ordered else ''}-{phase}"
-            found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen | {"PHASE": phase}, pointers))
+            found.append(cache_variant(name, gravity_kernel, dtype, head_dim, chosen | part_constants(phase), pointers))
     return [dataclasses.replace(variant, integers={"softening2": "fp32"}) for variant in found]

@@ -112,7 +112,9 @@ def lagkv_ref(
         parts = max(length - sinks, 0) // lag
         score = torch.ones(keys.shape[:3], device=keys.device)
         if parts < 2:
-            score[..., sinks:] = torch.arange(max(length - sinks, 0), device=keys.device) / max(length - sinks, 1)
+            score[..., sinks:] = _ratio(
+                torch.arange(max(length - sinks, 0), device=keys.device), max(length - sinks, 1)
+            )
         else:
             bad = norms_ref(keys).isnan() | norms_ref(values).isnan()
             begin, end = sinks, sinks + parts * lag
@@ -124,10 +126,15 @@ def lagkv_ref(
                 tokens = torch.arange(lag, device=keys.device)
                 tie = (part[..., None, :] == part[..., :, None]) & (tokens > tokens[:, None])
                 below = (part[..., None, :] < part[..., :, None]) | tie
-                part = (below.sum(dim=-1) / lag).masked_fill(part.isnan(), torch.nan)
+                part = _ratio(below.sum(dim=-1), lag).masked_fill(part.isnan(), torch.nan)
             score[:, :, begin : end - lag] = part.flatten(2)
         out[..., columns] = by_slot(score, order, columns)
     return out
+
+
+def _ratio(numbers: Tensor, divisor: int) -> Tensor:
+    """Return float32 quotients. On GPUs torch multiplies by a rounded reciprocal if the divisor is a number."""
+    return numbers.float() / torch.tensor(float(divisor), device=numbers.device)
 
 
 def _part_scores(x: Tensor, bad: Tensor) -> Tensor:

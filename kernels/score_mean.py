@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nitro.kernels import _score
 from nitro.kernels._score import (
     cache_variant,
     check_array,
     check_moved,
     check_paged,
-    chunks_of,
     dense_positions,
     dense_rows,
     layers_constants,
     norms_ref,
+    part_constants,
+    parts_of,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
@@ -96,31 +96,29 @@ def keydiff_unrotated(
         from nitro.kernels._triton.score_mean import keydiff_unrotated_kernel
 
         chosen = _unrotated_choice(layers.dtype, layers.head_dim)
-        chunks = chunks_of(layers, batch, 2 * chosen["HALF"])
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
-        for phase in chunks.phases:
-            keydiff_unrotated_kernel[(rows * chunks.per_row,)](
+        for part in parts_of(layers, batch, 2 * chosen["HALF"], 2):
+            keydiff_unrotated_kernel[(rows * part.per_row,)](
                 layers.base,
                 positions,
                 cos_sin,
                 batch.block_tables,
                 batch.lengths,
                 batch.offsets,
-                chunks.partials,
+                part.partials,
                 out,
                 batch.total,
                 batch.block_tables.shape[1],
                 layers.num_blocks,
                 cos_sin.shape[0],
-                chunks.per_row,
-                chunks.rows,
+                part.per_row,
+                part.rows,
                 layers.num_layers,
                 layers.num_kv_heads,
                 *layers.strides,
                 ROTARY=cos_sin.shape[1],
                 INTERLEAVED=interleaved,
-                CHUNK=_score.CHUNK,
-                **phase,
+                **part.constants,
                 **layers_constants(layers),
                 **chosen,
             )
@@ -193,25 +191,23 @@ def _launch(
     kernel: Any, layers: PagedLayers, batch: RaggedBatch, out: Tensor, chosen: dict[str, int], extra: int
 ) -> None:
     """Launch ``keydiff_kernel`` or ``centred_kernel``; partial sums have ``extra`` elements beside a row's."""
-    chunks = chunks_of(layers, batch, chosen["WIDTH"] + extra)
     rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
-    for phase in chunks.phases:
-        kernel[(rows * chunks.per_row,)](
+    for part in parts_of(layers, batch, chosen["WIDTH"] + extra, 2):
+        kernel[(rows * part.per_row,)](
             layers.base,
             batch.block_tables,
             batch.lengths,
             batch.offsets,
-            chunks.partials,
+            part.partials,
             out,
             batch.total,
             batch.block_tables.shape[1],
-            chunks.per_row,
-            chunks.rows,
+            part.per_row,
+            part.rows,
             layers.num_layers,
             layers.num_kv_heads,
             *layers.strides,
-            CHUNK=_score.CHUNK,
-            **phase,
+            **part.constants,
             **layers_constants(layers),
             **chosen,
         )
@@ -278,7 +274,6 @@ def variants() -> list[Variant]:
 
 def _phases(split: bool) -> list[tuple[str, dict[str, Any]]]:
     """Return names and constexpr parameters of the launches."""
-    size = {"CHUNK": _score.CHUNK}
     if not split:
-        return [("", size | {"FIRST": True, "SECOND": True, "partials": None})]
-    return [(f"-{part}", size | {"FIRST": part == "first", "SECOND": part == "second"}) for part in ("first", "second")]
+        return [("", part_constants(0) | {"partials": None})]
+    return [(f"-{phase}", part_constants(phase)) for phase in (1, 2)]

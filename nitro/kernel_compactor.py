@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
 _BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
+_TRIAL_LAYERS = 2
 _ALL = slice(None)
 
 
@@ -85,16 +86,21 @@ class KernelCompactor(Compactor):
         self._warm_up(policy)
 
     def set_policy(self, policy: Policy) -> None:
-        """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype."""
+        """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype.
+
+        The trial is of two layers: with a large window, all of them would take gigabytes that the cache has already.
+        """
         length = 2 * self.window + self.sinks + 1
-        shape = (self.layers.num_layers, self.layers.num_kv_heads, length, self.layers.head_dim)
+        caches = self.layers.caches[:_TRIAL_LAYERS]
+        layer_ids = self.layer_ids[:_TRIAL_LAYERS]
+        shape = (len(caches), self.layers.num_kv_heads, length, self.layers.head_dim)
         keys, values = (torch.randn(shape, device=self.layers.device).to(self.layers.dtype) for _ in range(2))
         where = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
         trial = ScoreInput(
             keys=keys,
             values=values,
             positions=where,
-            layers=self.layer_ids,
+            layers=layer_ids,
             heads=self.head_ids,
             request_key=0,
             logical_len=length,
@@ -104,13 +110,13 @@ class KernelCompactor(Compactor):
         )
         checked_score(policy, trial)
         blocks = -(-length // self.block_size)
-        drawn = [_drawn_like(cache, blocks) for cache in self.layers.caches]
+        drawn = PagedLayers.of([_drawn_like(cache, blocks) for cache in caches])
         positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
         positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
         batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])
         x = self._ragged(batch, [length], [length], [0], newest_last=True)
         for newest_last in (True, False):
-            x = dataclasses.replace(x, layers=PagedLayers.of(drawn), positions=positions, newest_last=newest_last)
+            x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
             checked_score_ragged(policy, x)
         self.policy = policy
 
@@ -123,7 +129,7 @@ class KernelCompactor(Compactor):
             keep = min(max(self.sinks + self.window, length // 2), length)
             for newest_last in (True, False):
                 batch = self._batch([table], [length], [keep], [min(self.sinks, length)])
-                self._evict(batch, [0], [length], [length], [0], [0], newest_last)
+                self._evict_by_parts(batch, [0], [length], [length], [0], [0], newest_last)
         pair = torch.tensor([[0], [min(1, self.layers.num_blocks - 1)]], dtype=torch.int32, device=self.layers.device)
         copy_blocks(self.layers, self.positions, pair)
         logger.info("compiled the kernels of policy %s in %.1f s", policy.name, time.monotonic() - started)
@@ -189,11 +195,7 @@ class KernelCompactor(Compactor):
         )
         keys, logical = [item.key for item in group], [e.logical_len for e in evictions]
         shift = [known.evicted for known in held]
-        num_layers = self.layers.num_layers
-        step = self._layers_at_once(batch.total)
-        for start in range(0, num_layers, step):
-            part = _ALL if step == num_layers else slice(start, min(start + step, num_layers))
-            self._evict(batch, first, lengths, logical, shift, keys, newest_last, part)
+        self._evict_by_parts(batch, first, lengths, logical, shift, keys, newest_last)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
@@ -224,6 +226,23 @@ class KernelCompactor(Compactor):
             sinks=self.sinks,
             seed=self.seed,
         )
+
+    def _evict_by_parts(
+        self,
+        batch: RaggedBatch,
+        first: Sequence[int],
+        lengths: Sequence[int],
+        logical: Sequence[int],
+        shift: Sequence[int],
+        keys: Sequence[int],
+        newest_last: bool,
+    ) -> None:
+        """Evict in all layers, in as many at a time as have room for what they need beside the cache."""
+        num_layers = self.layers.num_layers
+        step = self._layers_at_once(batch.total)
+        for start in range(0, num_layers, step):
+            part = _ALL if step == num_layers else slice(start, min(start + step, num_layers))
+            self._evict(batch, first, lengths, logical, shift, keys, newest_last, part)
 
     def _evict(
         self,

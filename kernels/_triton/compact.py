@@ -16,7 +16,7 @@ def _row(lengths, offsets, total, L, H, row):
     return request, layer, head, tl.load(lengths + request), first
 
 
-@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total"])
+@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total", "L", "H"])
 def list_pack_kernel(
     mask,  # uint8 [L, H, total]
     moves,  # int32 [L, H, total], written: a row's survivors, in order
@@ -44,7 +44,7 @@ def list_pack_kernel(
     tl.store(num_moves + row, count)
 
 
-@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total"])
+@triton.jit(do_not_specialize=["mask_layer", "mask_head", "total", "L", "H"])
 def list_fill_kernel(
     mask,  # uint8 [L, H, total]
     moves,  # int32 [L, H, total], written: a row's movers in its first half, the holes they fill in its second
@@ -105,7 +105,7 @@ def _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE: tl
     return src, dst, src_block, dst_block
 
 
-@triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits"])
+@triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits", "L", "H"])
 def move_kernel(
     base,  # int64 [L]
     positions,  # int32 [L, num_blocks, H, block_size]
@@ -133,6 +133,7 @@ def move_kernel(
     ROWS: tl.constexpr,  # slots that move together
     BLOCK_SIZE: tl.constexpr,
     FILL: tl.constexpr,  # moves list destinations, too; otherwise the destination is a move's rank
+    AHEAD: tl.constexpr,  # look up the next group's places, three loads that wait for each other, while this one moves
 ):
     """One program makes every ``splits``-th group of a row's moves: K, V and logical position."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -149,19 +150,24 @@ def move_kernel(
     column = tl.arange(0, COLUMNS)
     element = column.to(tl.int64) * stride_dim
 
-    # The places of the next group are looked up before this one moves: three loads that wait for each other otherwise.
     rank = split * ROWS + tl.arange(0, ROWS)
     src, dst, src_block, dst_block = _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL)
     for start in range(split * ROWS, count, splits * ROWS):
         live = rank < count
         source = src_block * stride_block + (src % BLOCK_SIZE).to(tl.int64) * stride_slot
         target = dst_block * stride_block + (dst % BLOCK_SIZE).to(tl.int64) * stride_slot
-        from_position = positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE
         to_position = positions + dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE
         chosen = live[:, None] & (column < WIDTH)[None, :]
         words = tl.load(cache + source[:, None] + element[None, :], mask=chosen)
-        position = tl.load(from_position, mask=live)
+        position = tl.load(positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE, mask=live)
         rank = start + splits * ROWS + tl.arange(0, ROWS)
-        src, dst, src_block, dst_block = _places(moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL)
+        if AHEAD:
+            src, dst, src_block, dst_block = _places(
+                moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL
+            )
         tl.store(cache + target[:, None] + element[None, :], words, mask=chosen)
         tl.store(to_position, position, mask=live)
+        if not AHEAD:
+            src, dst, src_block, dst_block = _places(
+                moves, block_tables, dst_tables, rank, count, length, BLOCK_SIZE, FILL
+            )

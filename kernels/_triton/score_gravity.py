@@ -1,7 +1,7 @@
 """Gravity: the pull of a row's newest tokens on each of its tokens.
 
-Three passes: sums over the row, pulls, and the division by the mean pull. Where no row is longer than CHUNK, one
-program makes all of them (PHASE 0); otherwise each is a launch (PHASE 1 to 3) in which a program has one chunk of a
+Three passes: sums over the row, pulls, and the division by the mean pull. A row of up to WHOLE slots has one program
+that makes all of them (phase 0); for longer ones each is a launch (phases 1 to 3) in which a program has one chunk of a
 row, as in score_mean.py.
 """
 
@@ -14,6 +14,7 @@ from .score_tile import (
     chunk_of,
     finite,
     head_pointer,
+    length_here,
     load_elements,
     load_rows,
     one_added_up,
@@ -61,6 +62,7 @@ def gravity_kernel(
     stride_slot,
     stride_dim,
     PHASE: tl.constexpr,
+    WHOLE: tl.constexpr,  # rows of up to so many slots are those of phase 0, with CHUNK equal to it
     CHUNK: tl.constexpr,  # slots of a chunk
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -86,7 +88,7 @@ def gravity_kernel(
     out += first
     if order is not None:
         order += first
-    length = tl.load(lengths + request)
+    length = length_here(lengths, request, PHASE, WHOLE)
     window_start = tl.maximum(length - window, 0)
     chunk, begin, end = chunk_of(chunks, length, CHUNK)
     partial: tl.constexpr = WIDTH + 4

@@ -1,9 +1,9 @@
 """Scores against a mean of the row: one pass forms the mean, a second one compares each slot with it.
 
-Where no row is longer than CHUNK, one program does both passes (FIRST and SECOND), and the second finds much of the
-row in the cache. Otherwise the programs of a first launch each add up one chunk of a row, and those of a second one
-add up the row's partial sums and score one chunk. What is added up in which order depends on the request alone: it
-gets the same bits in every batch.
+A row of up to WHOLE slots has one program that does both passes (phase 0), of which the second finds much of the row in
+the cache. For longer ones, the programs of phase 1 each add up one chunk of a row, and those of phase 2 add up the
+row's partial sums and score one chunk. What is added up in which order, and by which code, depends on the request
+alone: it gets the same bits in every batch.
 """
 
 import triton
@@ -15,6 +15,7 @@ from .score_tile import (
     chunk_of,
     finite,
     head_pointer,
+    length_here,
     load_rows,
     one_added_up,
     position_of,
@@ -33,7 +34,7 @@ def keydiff_kernel(
     tables,
     lengths,
     offsets,
-    partials,  # float32 [L, H, partial_rows, WIDTH]: each chunk's sum of unit keys; None if FIRST and SECOND
+    partials,  # float32 [L, H, partial_rows, WIDTH]: each chunk's sum of unit keys; None in phase 0
     out,  # float32 [L, H, total], written
     total,
     max_blocks,
@@ -45,8 +46,8 @@ def keydiff_kernel(
     stride_head,
     stride_slot,
     stride_dim,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    PHASE: tl.constexpr,
+    WHOLE: tl.constexpr,  # rows of up to so many slots are those of phase 0, with CHUNK equal to it
     CHUNK: tl.constexpr,  # slots of a chunk
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -61,13 +62,13 @@ def keydiff_kernel(
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
-    length = tl.load(lengths + request)
+    length = length_here(lengths, request, PHASE, WHOLE)
     chunk, begin, end = chunk_of(chunks, length, CHUNK)
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * WIDTH
     column = tl.arange(0, WIDTH)
 
-    if FIRST:
+    if PHASE < 2:
         # Added up slot by slot of a tile, and over the tile at the end only: that sum goes through shared memory.
         sums = tl.zeros([TILE, WIDTH], tl.float32)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -81,13 +82,13 @@ def keydiff_kernel(
             tl.store(out + slot, tl.where(finite(square), inverse, float("nan")), mask=live)
             sums += tl.where(finite(square)[:, None], key, 0.0) * tl.where(finite(square), inverse, 0.0)[:, None]
         anchor = tl.sum(sums, axis=0)
-        if SECOND:
+        if PHASE == 0:
             tl.debug_barrier()  # other threads of this program read the inverse norms
         elif begin < end:
             tl.store(partials + chunk * WIDTH + column, anchor)
 
-    if SECOND:
-        if not FIRST:
+    if PHASE != 1:
+        if PHASE == 2:
             anchor = added_up(partials, length, column, CHUNK, WIDTH)
         anchor = anchor / tl.maximum(tl.sqrt_rn(tl.sum(anchor * anchor, axis=0)), _MIN_NORM)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -180,8 +181,8 @@ def keydiff_unrotated_kernel(
     stride_head,
     stride_slot,
     stride_dim,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    PHASE: tl.constexpr,
+    WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -198,13 +199,13 @@ def keydiff_unrotated_kernel(
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
-    length = tl.load(lengths + request)
+    length = length_here(lengths, request, PHASE, WHOLE)
     chunk, begin, end = chunk_of(chunks, length, CHUNK)
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * 2 * HALF
     pair = tl.arange(0, HALF)
 
-    if FIRST:
+    if PHASE < 2:
         sums_a = tl.zeros([TILE, HALF], tl.float32)
         sums_b = tl.zeros([TILE, HALF], tl.float32)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -221,13 +222,13 @@ def keydiff_unrotated_kernel(
             sums_b += b
         anchor_a = tl.sum(sums_a, axis=0)
         anchor_b = tl.sum(sums_b, axis=0)
-        if not SECOND:  # noqa: SIM102 (known when this is compiled)
+        if PHASE == 1:  # noqa: SIM102 (known when this is compiled)
             if begin < end:
                 tl.store(partials + chunk * 2 * HALF + pair, anchor_a)
                 tl.store(partials + chunk * 2 * HALF + HALF + pair, anchor_b)
 
-    if SECOND:
-        if not FIRST:
+    if PHASE != 1:
+        if PHASE == 2:
             anchor_a = added_up(partials, length, pair, CHUNK, 2 * HALF)
             anchor_b = added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
         inverse = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
@@ -265,8 +266,8 @@ def centred_kernel(
     stride_head,
     stride_slot,
     stride_dim,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    PHASE: tl.constexpr,
+    WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -281,14 +282,14 @@ def centred_kernel(
     pointer = values_of(head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED), stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
-    length = tl.load(lengths + request)
+    length = length_here(lengths, request, PHASE, WHOLE)
     chunk, begin, end = chunk_of(chunks, length, CHUNK)
     partial: tl.constexpr = WIDTH + 4  # a multiple of 16 bytes
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * partial
     column = tl.arange(0, WIDTH)
 
-    if FIRST:
+    if PHASE < 2:
         sums = tl.zeros([TILE, WIDTH], tl.float32)
         counts = tl.zeros([TILE], tl.int32)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -301,13 +302,13 @@ def centred_kernel(
             counts += good.to(tl.int32)
         mean = tl.sum(sums, axis=0)
         count = tl.sum(counts, axis=0).to(tl.float32)
-        if not SECOND:  # noqa: SIM102 (known when this is compiled)
+        if PHASE == 1:  # noqa: SIM102 (known when this is compiled)
             if begin < end:
                 tl.store(partials + chunk * partial + column, mean)
                 tl.store(partials + chunk * partial + WIDTH, count)
 
-    if SECOND:
-        if not FIRST:
+    if PHASE != 1:
+        if PHASE == 2:
             mean = added_up(partials, length, column, CHUNK, partial)
             count = one_added_up(partials, length, WIDTH, CHUNK, partial)
         mean = mean / tl.maximum(count, 1.0)

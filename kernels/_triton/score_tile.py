@@ -22,6 +22,15 @@ def ragged_row(offsets, request, layer, head, H, total):
 
 
 @triton.jit
+def length_here(lengths, request, PHASE: tl.constexpr, WHOLE: tl.constexpr):
+    """Return a request's length if this phase is for rows of that length, otherwise 0."""
+    length = tl.load(lengths + request)
+    if PHASE == 0:
+        return tl.where(length <= WHOLE, length, 0)
+    return tl.where(length > WHOLE, length, 0)
+
+
+@triton.jit
 def chunk_of(chunks, length, CHUNK: tl.constexpr):
     """Return which chunk of its row this program has, where it begins, and where it ends: there if it is empty."""
     chunk = tl.program_id(0) % chunks

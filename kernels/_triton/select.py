@@ -51,7 +51,7 @@ def _mark(mask, slot, exists, key, theta, need, ties):
     return ties + tl.sum(tie)
 
 
-@triton.jit(do_not_specialize=["scores_layer", "scores_head", "mask_layer", "mask_head", "window"])
+@triton.jit(do_not_specialize=["scores_layer", "scores_head", "mask_layer", "mask_head", "window", "L", "H"])
 def topk_kernel(
     scores,  # float32 [L, H, total]
     mask,  # uint8 [L, H, total], written
@@ -125,7 +125,7 @@ def topk_kernel(
     tl.store(counts + row, kept)
 
 
-@triton.jit(do_not_specialize=["scores_layer", "scores_head", "mask_layer", "mask_head", "window"])
+@triton.jit(do_not_specialize=["scores_layer", "scores_head", "mask_layer", "mask_head", "window", "L", "H"])
 def threshold_kernel(
     scores,
     mask,

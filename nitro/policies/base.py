@@ -90,6 +90,12 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Do not let a policy with a formula of its own inherit the kernels of another formula."""
+        super().__init_subclass__(**kwargs)
+        if "score" in cls.__dict__ and "score_ragged" not in cls.__dict__:
+            cls.score_ragged = Policy.score_ragged  # type: ignore[method-assign]
+
     @abstractmethod
     def score(self, x: ScoreInput) -> Tensor:
         """Return the scores of all slots: float32 ``[L, H, N]``, higher stays, NaN goes first."""

@@ -71,7 +71,7 @@ def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreI
         float32 ``[L, H, total]``.
     """
     layers, size = x.layers, x.layers.block_size
-    out = torch.empty(layers.num_layers, layers.num_kv_heads, x.batch.total, device=layers.device)
+    out = torch.empty(layers.num_layers, layers.num_kv_heads, x.batch.total, dtype=torch.float32, device=layers.device)
     first = 0
     for request, length in enumerate(x.lengths):
         table = x.batch.block_tables[request]

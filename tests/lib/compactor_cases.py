@@ -20,6 +20,7 @@ from nitro.types import Eviction
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
 SINKS, WINDOW = 2, 6
+LONGEST = 100  # slots of a request
 POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "gravity")
 EXACT = ("streaming", "random")  # integers and bits; the others' sums may round otherwise
 
@@ -72,7 +73,7 @@ class World:
         if kind == "kernel":
             layers = PagedLayers.of(self.caches)
             self.compactor = KernelCompactor(
-                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=100, **options
+                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=LONGEST, **options
             )
         else:
             dense = [Caches(cache) for cache in self.caches]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nitro.kernels import compact, select
+from nitro.kernels import _moves, compact, select
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 
@@ -194,6 +194,19 @@ def stitch_tasks(setup: Setup) -> Iterator[Task]:
             lambda call=call: call(layers, batch, setup.mask, setup.positions, scratch=setup.scratch),
             moved_bytes(setup, moves[name]),
             lambda name=name: check(name),
+        )
+        # The second of the two launches alone, with the lists that the first one made.
+        lists = setup.scratch.clone()
+        call(layers, batch, setup.mask, setup.positions, scratch=lists)
+        moving = kept[..., shape.keep :] if name == "fill" else kept
+        numbers = (moving != 0).sum(-1, dtype=torch.int32).permute(2, 0, 1).contiguous()
+        yield Task(
+            f"moves of {name}",
+            lambda name=name, lists=lists, numbers=numbers: _moves.move(
+                layers, batch, setup.positions, lists, numbers, fill=name == "fill"
+            ),
+            moved_bytes(setup, moves[name]),
+            lambda: None,  # checked with the list
         )
 
 

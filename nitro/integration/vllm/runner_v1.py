@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -20,7 +21,7 @@ from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.kernel_compactor import KernelCompactor, can_score
-from nitro.kernels.paged import PagedLayers
+from nitro.kernels.paged import PagedLayers, to_device
 from nitro.planner import BudgetRule
 from nitro.types import StepPlan
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from nitro.config import Settings
+
+logger = init_logger("vllm.plugins.nitro")
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
@@ -90,8 +93,16 @@ def _compactor(
     bounds = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
     head_dim = caches[0].shape[3] // 2
     usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
-    if caches[0].device.type == "cuda" and usual:
-        return KernelCompactor(PagedLayers.of(caches), layers, heads, policy, longest=longest, **bounds)
+    if caches[0].device.type == "cuda":
+        if usual:
+            return KernelCompactor(PagedLayers.of(caches), layers, heads, policy, longest=longest, **bounds)
+        logger.warning(
+            "Nitro has no kernels for this cache (dtype %s, head dimension %d, or the layout of the attention backend) "
+            "and evicts in PyTorch, which waits for the GPU, one request after the other: expect it to be slow, or try "
+            "another --attention-backend",
+            caches[0].dtype,
+            head_dim,
+        )
     backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
     return DenseCompactor(backend, layers, heads, policy, **bounds)
 
@@ -191,9 +202,12 @@ class NitroRunnerMixin(GPUModelRunner):
         if not evicted.any():
             return
         self.optimistic_seq_lens_cpu[:count] -= torch.from_numpy(evicted)
-        per_token = torch.from_numpy(np.repeat(evicted, num_scheduled_tokens[:count]))
-        self.seq_lens[:count] -= torch.from_numpy(evicted).to(self.seq_lens.device)
-        physical = self.positions[:tokens] - per_token.to(self.positions.device)
+        # From pinned memory: a copy from pageable memory would wait until the step before has left the device.
+        per_request, per_token = to_device(
+            [evicted, np.repeat(evicted, num_scheduled_tokens[:count])], self.seq_lens.device
+        )
+        self.seq_lens[:count] -= per_request
+        physical = self.positions[:tokens] - per_token
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], physical)
 
 

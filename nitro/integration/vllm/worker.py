@@ -71,4 +71,6 @@ class NitroGPUWorker(NitroWorkerMixin, Worker):
         beside = sum(positions_bytes(spec.num_kv_heads, spec.block_size) for spec in specs)
         if not cached:
             return available
-        return max(int((available - SCRATCH_BYTES) * cached / (cached + beside)), 0)
+        # A size that the user has set (kv_cache_memory_bytes) is of the cache, and leaves room for scratch beside it.
+        scratch = 0 if self.cache_config.kv_cache_memory_bytes else SCRATCH_BYTES
+        return max((available - scratch) * cached // (cached + beside), 0)

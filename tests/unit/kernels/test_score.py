@@ -24,7 +24,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_slots, "_TILE_BYTES", 1)
     monkeypatch.setattr(score_slots, "_SLOTS", 16)
     monkeypatch.setattr(score_mean, "_TILE_BYTES", 1)
-    monkeypatch.setattr(_score, "CHUNK", 32)
+    monkeypatch.setattr(_score, "WHOLE", 32)
+    monkeypatch.setattr(_score, "CHUNK", 16)
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
     monkeypatch.setattr(score_gravity, "_PULLED", 16)
     monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
@@ -214,7 +215,7 @@ def _any_scores(layers: PagedLayers, batch: RaggedBatch) -> torch.Tensor:
 def test_number_of_launches_is_constant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import GridExecutor
 
-    monkeypatch.setattr(_score, "CHUNK", 4096)
+    monkeypatch.setattr(_score, "WHOLE", 4096)
     launched: list[object] = []
     launch = GridExecutor.__call__
 
