@@ -126,7 +126,7 @@ def variants() -> list[Variant]:
         (256, 4, 16, False, (True, False)),
     ):
         # Long rows have the same loads and stores, only more of them.
-        for fill, most in itertools.product(fills, (1, 2**17) if head_dim in (64, 128) else (1,)):
+        for fill, most in itertools.product(fills, (1, 2**17) if aligned and head_dim in (64, 128) else (1,)):
             constexprs, num_warps = move_shape(2 * head_dim, itemsize, block_size, most, aligned=aligned, fill=fill)
             name = f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}"
             found.append(
