@@ -68,8 +68,8 @@ CHOICES: dict[str, tuple[ModuleType, str]] = {
     "score gravity": (score_gravity, "_choice"),
     "score lagkv": (score_lagkv, "_choice"),
 }
-SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (4096, 8192, 16384, 32768), (2, 4, 8), (3, 4)
-SWEPT_WHOLES = (1024, 4096)
+SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES = (4096, 8192, 16384, 32768), (2, 4, 8), (3,)
+SWEPT_WHOLES = (4096,)
 
 
 class Run:
