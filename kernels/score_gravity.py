@@ -153,6 +153,7 @@ def variants() -> list[Variant]:
     found = []
     for dtype, head_dim, ordered, phases in (
         (torch.float16, 80, True, (1, 2, 3)),
+        (torch.bfloat16, 128, False, (0,)),
         (torch.bfloat16, 256, False, (0,)),
         (torch.float32, 256, True, (0,)),
     ):

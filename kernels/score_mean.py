@@ -24,8 +24,8 @@ from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MIN_NORM = 1e-12  # a shorter vector has no direction worth the name
-_WARPS = 8
-_TILE_BYTES = 8192  # the sum over a row takes as many registers as a tile does, in float32
+_WARPS = 4
+_TILE_BYTES = 4096  # the sum over a row takes as many registers as a tile does, in float32
 
 
 def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = None) -> Tensor:

@@ -81,11 +81,11 @@ def list_fill_kernel(
         mover = (exists & (in_head == 0) & kept).to(tl.int32)
         both = hole | (mover << 16)  # one prefix sum for the two: a tile has fewer than 2**16 slots
         before = tl.cumsum(both) - both
-        hole_rank = holes + (before & 0xFFFF)
-        mover_rank = movers + (before >> 16)
-        # The ranks stay below half unless mask and keep disagree: then they must not leave the row.
-        tl.store(moves + first + mover_rank, slot, mask=(mover != 0) & (mover_rank < half))
-        tl.store(moves + first + half + hole_rank, slot, mask=(hole != 0) & (hole_rank < half))
+        # A slot is a hole of the head or a mover of the tail, so one store does for both. The ranks stay below half
+        # unless mask and keep disagree: then they must not leave the row.
+        rank = tl.where(in_head, holes + (before & 0xFFFF), movers + (before >> 16))
+        listed = (both != 0) & (rank < half)
+        tl.store(moves + first + tl.where(in_head, half + rank, rank), slot, mask=listed)
         number = tl.sum(both)
         holes += number & 0xFFFF
         movers += number >> 16

@@ -78,7 +78,7 @@ def gravity_kernel(
     STAGES: tl.constexpr,
 ):
     """The pull of the window on each token, in units of the row's mean pull."""
-    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
     keys = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     values = values_of(keys, stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
@@ -90,7 +90,9 @@ def gravity_kernel(
         order += first
     length = length_here(lengths, request, PHASE, WHOLE)
     window_start = tl.maximum(length - window, 0)
-    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    chunk, begin, end = 0, 0, length  # known when this is compiled: that saves registers, but not for the widest keys
+    if PHASE > 0 or WIDTH > 128:
+        chunk, begin, end = chunk_of(chunks, length, CHUNK)
     partial: tl.constexpr = WIDTH + 4
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * partial

@@ -58,12 +58,14 @@ def keydiff_kernel(
     STAGES: tl.constexpr,
 ):
     """Minus the cosine between each key and the mean of unit keys."""
-    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = length_here(lengths, request, PHASE, WHOLE)
-    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    chunk, begin, end = 0, 0, length  # known when this is compiled: that saves registers
+    if PHASE > 0:
+        chunk, begin, end = chunk_of(chunks, length, CHUNK)
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * WIDTH
     column = tl.arange(0, WIDTH)
@@ -195,12 +197,14 @@ def keydiff_unrotated_kernel(
     STAGES: tl.constexpr,
 ):
     """As `keydiff_kernel`, on keys as they were before RoPE."""
-    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = length_here(lengths, request, PHASE, WHOLE)
-    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    chunk, begin, end = 0, 0, length  # known when this is compiled: that saves registers
+    if PHASE > 0:
+        chunk, begin, end = chunk_of(chunks, length, CHUNK)
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * 2 * HALF
     pair = tl.arange(0, HALF)
@@ -278,12 +282,14 @@ def centred_kernel(
     STAGES: tl.constexpr,
 ):
     """The distance of each value from the mean value."""
-    request, layer, head = row_of(tl.program_id(0) // chunks, L, H)
+    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
     pointer = values_of(head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED), stride_dim, D)
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = length_here(lengths, request, PHASE, WHOLE)
-    chunk, begin, end = chunk_of(chunks, length, CHUNK)
+    chunk, begin, end = 0, 0, length  # known when this is compiled: that saves registers
+    if PHASE > 0:
+        chunk, begin, end = chunk_of(chunks, length, CHUNK)
     partial: tl.constexpr = WIDTH + 4  # a multiple of 16 bytes
     if partials is not None:
         partials += chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK) * partial
