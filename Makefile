@@ -15,7 +15,7 @@ export VENV PYTEST_ARGS
 unexport PYTHONDONTWRITEBYTECODE  # imports write the bytecode that set-up leaves out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types native python clean clean-venv
+.PHONY: help setup demo test lint format types native kernels python clean clean-venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 — /p' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ demo: setup ## a real model on stock vLLM, without and with Nitro
 	@$(VENV)/bin/nitro demo $(DEMO_ARGS)
 
 test: setup ## everything that CI runs: lint, types, C++ tests with sanitizers, Python tests without a GPU
-	@bash ci/cpu.sh lint types native python
+	@bash ci/cpu.sh lint types native tests
 
 lint: setup ## ruff and clang-format, without changing anything
 	@bash ci/cpu.sh lint
@@ -43,7 +43,10 @@ types: setup ## mypy, strict, and the extension's stubs
 native: setup ## the C++ tests under the address and undefined-behaviour sanitizers
 	@bash ci/cpu.sh native
 
-python: setup ## the Python tests; PYTEST_ARGS="-k collector" chooses some
+kernels: setup ## the kernels' tests, in Triton's interpreter, and that they compile for GPUs; PYTEST_ARGS as below
+	@bash ci/cpu.sh kernels
+
+python: setup ## the other Python tests; PYTEST_ARGS="-k collector" chooses some
 	@bash ci/cpu.sh python
 
 format: setup ## let ruff and clang-format rewrite the sources

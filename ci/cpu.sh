@@ -58,14 +58,33 @@ python_tests() {
   stage python "pytest"
   # Unquoted on purpose: PYTEST_ARGS holds several arguments.
   # shellcheck disable=SC2086
-  pytest -q --durations=10 -m "not gpu and not perf and not slow" ${PYTEST_ARGS:-}
+  pytest -q --durations=10 -m "not gpu and not perf and not slow" --ignore=tests/unit/kernels ${PYTEST_ARGS:-}
 }
 
-(($#)) || set -- lint types native python
+# A process of its own: Triton is interpreted or compiled for as long as a process lives, and engines inherit the choice.
+kernels() {
+  stage kernels "pytest, kernels in Triton's interpreter"
+  # shellcheck disable=SC2086
+  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 pytest -q --durations=10 -o cache_dir=.pytest_cache/kernels \
+    -m "not gpu and not perf and not slow" tests/unit/kernels ${PYTEST_ARGS:-}
+}
+
+# Both at once: most of the time, each of them keeps one processor busy.
+tests() {
+  mkdir -p build
+  (kernels) >build/kernels.log 2>&1 &
+  local beside=$! failed=0
+  (python_tests) || failed=1
+  wait "$beside" || failed=1
+  cat build/kernels.log
+  return "$failed"
+}
+
+(($#)) || set -- lint types native tests
 for name in "$@"; do
   case $name in
-    lint | format | types | native) "$name" ;;
+    lint | format | types | native | kernels | tests) "$name" ;;
     python) python_tests ;;
-    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native or python" >&2; exit 2 ;;
+    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels, python or tests" >&2; exit 2 ;;
   esac
 done

@@ -1,31 +1,76 @@
 #!/usr/bin/env bash
-# Build, test and demonstrate on a machine with a CUDA device, in one go; the summary comes last. Needs vLLM there.
+# Build, test and measure on a machine with a CUDA device, in one go; the summary comes last. Needs vLLM there.
 #   ci/gpu.sh [FOLDER]    FOLDER: where the logs go (default: gpu-results)
-#   MODEL=FOLDER          also run the demo on this model
+#   STAGES="..."          only these, of: build kernels sanitize oracle perf bench demo
+#   SITE=FOLDER           install Nitro there instead of into the environment
+#   MODEL=FOLDER          what the demo serves; without it, no demo
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-gpu-results}
 mkdir -p "$out"
 export NITRO_REQUIRE_GPU=1 VLLM_USE_V2_MODEL_RUNNER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} HF_HUB_OFFLINE=1
-python=${PYTHON:-python3}
+# -P: the checkout must not shadow what was installed.
+python=("${PYTHON:-python3}" -P)
+pytest=("${python[@]}" -m pytest -q -p no:cacheprovider)
 target=(${SITE:+--target "$SITE" --upgrade})
+stages=" ${STAGES:-build kernels sanitize oracle perf bench demo} "
 
 summary=()
-stage() {
+report() { # NAME STATUS SECONDS
+  summary+=("$(printf '%-18s %-4s %5d s  %s' "$1" "$( (($2)) && echo FAIL || echo ok)" "$3" \
+    "$(grep -aE '^(=+ .*(passed|failed|error)|[0-9]+ (passed|failed))|Nitro held|ERROR SUMMARY' "$out/$1.log" | tail -1)")")
+}
+
+stage() { # NAME COMMAND...
   local name=$1 started=$SECONDS
   shift
   "$@" >"$out/$name.log" 2>&1
-  local status=$?
-  summary+=("$(printf '%-8s %-4s %5d s  %s' "$name" "$( ((status)) && echo FAIL || echo ok)" $((SECONDS - started)) \
-    "$(grep -aE '^(=+ .*(passed|failed|error)|[0-9]+ (passed|failed))|Nitro held' "$out/$name.log" | tail -1)")")
+  report "$name" $? $((SECONDS - started))
 }
 
-stage build "$python" -m pip install -q --no-build-isolation --no-deps "${target[@]}" .
-# -P: the checkout must not shadow what was installed.
-stage tests "$python" -P -m pytest -q -p no:cacheprovider -m gpu -s tests/gpu
-[[ -z ${MODEL:-} ]] || stage demo "$python" -P -c 'from nitro.cli import main; main()' demo --model "$MODEL" --out "$out/demo"
+# Several commands at once: NAME and the command in one string each.
+together() {
+  local started=$SECONDS names=() jobs=() index
+  for line in "$@"; do
+    names+=("${line%% *}")
+    (eval "${line#* }") >"$out/${line%% *}.log" 2>&1 &
+    jobs+=($!)
+  done
+  for index in "${!names[@]}"; do
+    wait "${jobs[$index]}"
+    report "${names[$index]}" $? $((SECONDS - started))
+  done
+}
 
-"$python" -P -c 'import torch, vllm; p = torch.cuda.get_device_properties(0)
-print(f"{p.name}, {p.total_memory / 2**30:.0f} GiB; torch {torch.__version__}, vLLM {vllm.__version__}")' 2>/dev/null | tail -1
+wanted() { [[ $stages == *" $1 "* ]]; }
+
+wanted build && stage build "${PYTHON:-python3}" -m pip install -q --no-build-isolation --no-deps "${target[@]}" .
+if wanted kernels; then
+  lines=()
+  for file in tests/gpu/kernels/test_*.py tests/gpu/test_kernel_compactor.py; do
+    lines+=("$(basename "$file" .py) ${pytest[*]} -m gpu --durations=3 $file")
+  done
+  together "${lines[@]}"
+fi
+if wanted sanitize; then
+  # The allocator of torch would hide where a tensor ends.
+  small="${pytest[*]} -m gpu tests/gpu/kernels/test_sanitize.py"
+  together "memcheck PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $small" \
+    "racecheck compute-sanitizer --tool racecheck --error-exitcode 9 $small"
+fi
+wanted oracle && stage oracle "${pytest[@]}" -m gpu -s tests/gpu/test_oracle_v1.py
+wanted perf && stage perf "${pytest[@]}" -m perf tests/perf
+if wanted bench; then
+  for name in kernels naive write; do
+    stage "bench_$name" "${python[@]}" "ci/bench_$name.py" --json "$out/bench_$name.json"
+  done
+fi
+if wanted demo && [[ -n ${MODEL:-} ]]; then
+  stage demo "${python[@]}" -c 'from nitro.cli import main; main()' demo --model "$MODEL" --out "$out/demo"
+fi
+
+"${python[@]}" -c 'import torch, triton, vllm; p = torch.cuda.get_device_properties(0)
+print(f"{p.name}, {p.total_memory / 2**30:.0f} GiB; torch {torch.__version__}, Triton {triton.__version__}, vLLM {vllm.__version__}")' \
+  2>/dev/null | tail -1
 printf '%s\n' "${summary[@]}"
-! printf '%s\n' "${summary[@]}" | grep -q FAIL
+! printf '%s\n' "${summary[@]}" | grep -q ' FAIL '

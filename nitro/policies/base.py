@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from nitro.errors import SettingsError
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +90,44 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Do not let a policy with a formula of its own inherit the kernels of another formula."""
+        super().__init_subclass__(**kwargs)
+        if "score" in cls.__dict__ and "score_ragged" not in cls.__dict__:
+            cls.score_ragged = Policy.score_ragged  # type: ignore[method-assign]
+
     @abstractmethod
     def score(self, x: ScoreInput) -> Tensor:
         """Return the scores of all slots: float32 ``[L, H, N]``, higher stays, NaN goes first."""
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return the same scores for all requests of a step: float32 ``[L, H, total]``, contiguous and new.
+
+        On GPUs; a policy with kernels overrides it, launches a number of them that does not depend on ``x``, and does
+        not wait for the device. Otherwise ``score`` is called for one request after the other.
+        """
+        from nitro.policies.ragged import score_densely
+
+        return score_densely(self, x, checked_score)
+
+
+def checked_score_ragged(policy: Policy, x: RaggedInput) -> Tensor:
+    """Return ``policy.score_ragged(x)`` with its shape, dtype, device and strides checked.
+
+    Raises:
+        SettingsError: if the policy breaks its contract.
+    """
+    scores = policy.score_ragged(x)
+    shape = (x.layers.num_layers, x.layers.num_kv_heads, x.batch.total)
+    want = (torch.float32, shape, x.layers.device, True)
+    got = (scores.dtype, tuple(scores.shape), scores.device, scores.is_contiguous())
+    if got != want:
+        raise SettingsError(
+            f"policy {policy.name!r} returned scores of (dtype, shape, device, contiguous) {got} where its contract "
+            f"asks for {want}: correct {type(policy).__module__}.{type(policy).__qualname__}.score_ragged or choose "
+            "another policy"
+        )
+    return scores
 
 
 def checked_score(policy: Policy, x: ScoreInput) -> Tensor:

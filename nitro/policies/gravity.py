@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from nitro.kernels import score as kernels
 from nitro.policies.base import Policy, ScoreInput, check_number, row_norms, zero_rows
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 # Pairwise distances are computed in chunks of at most this many (slot, window slot) pairs, 4 MiB.
 _PAIRS_PER_CHUNK = 1 << 20
@@ -58,6 +62,10 @@ class Gravity(Policy):
         gravity = mass * torch.stack([self._pull(*head, x.window) for head in heads]).view_as(mass)
         mean = gravity.sum(dim=-1, keepdim=True) / count
         return (gravity / mean.clamp_min(_TINY)).masked_fill(bad, math.nan)
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return the gravity on each slot, in one launch (three where the window is not in its place)."""
+        return kernels.gravity(x.layers, x.batch, softening=self.softening, order=x.window_order())
 
     def _pull(self, keys: Tensor, mass: Tensor, bad: Tensor, count: Tensor, window: int) -> Tensor:
         """Return the window's pull on a unit mass in each slot of one (layer, head): ``[N]``.

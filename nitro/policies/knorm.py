@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from nitro.kernels import score as kernels
 from nitro.policies.base import Policy, ScoreInput, row_norms
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +26,7 @@ class KNorm(Policy):
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated norm of each key."""
         return -row_norms(x.keys)
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return minus the norm of each key, in one launch."""
+        return kernels.knorm(x.layers, x.batch)

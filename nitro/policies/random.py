@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nitro.kernels import score as kernels
+from nitro.kernels.paged import to_device
 from nitro.policies.base import Policy, ScoreInput
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195): its increment, and the
 # (right shift, multiplier) pairs and last shift of its output function.
@@ -43,6 +49,12 @@ class Random(Policy):
         h = absorb(torch.full_like(layers, _signed(request)), layers)
         h = absorb(absorb(h[:, None], heads)[:, :, None], positions)
         return _shift_right(h, 40).to(torch.float32) * 2.0**-24
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return a uniform draw for each slot, in one launch."""
+        states = np.array([kernels.random_state(x.seed, key) for key in x.request_keys], np.int64)
+        (states_there,) = to_device([states], x.batch.device)
+        return kernels.random(x.layers, x.batch, states_there, x.layer_ids, x.head_ids, x.positions)
 
 
 def absorb_int(h: int, counter: int) -> int:

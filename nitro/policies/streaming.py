@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from nitro.kernels import score as kernels
 from nitro.policies.base import Policy, ScoreInput
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,7 @@ class Streaming(Policy):
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated age of each slot, in tokens."""
         return (x.positions - x.logical_len).to(torch.float32)
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return minus the age of each token, in one launch."""
+        return kernels.streaming(x.layers, x.batch, x.logical_lengths, x.positions)

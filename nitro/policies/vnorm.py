@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from nitro.kernels import score as kernels
 from nitro.policies.base import Policy, ScoreInput, row_norms
+
+if TYPE_CHECKING:
+    from nitro.policies.ragged import RaggedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +27,7 @@ class VNorm(Policy):
     def score(self, x: ScoreInput) -> Tensor:
         """Return the norm of each value."""
         return row_norms(x.values)
+
+    def score_ragged(self, x: RaggedInput) -> Tensor:
+        """Return the norm of each value, in one launch."""
+        return kernels.vnorm(x.layers, x.batch)

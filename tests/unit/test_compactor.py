@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nitro import policies
-from nitro.compactor import Compactor, request_key
+from nitro.compactor import Planned, request_key
+from nitro.dense_compactor import DenseCompactor
 from nitro.errors import IntegrityError, SettingsError
 from nitro.policies.base import Policy, ScoreInput
 from nitro.types import Counters, Eviction
@@ -40,10 +41,10 @@ class DenseCache:
         self.data[block_ids] = padded.view(HEADS, len(block_ids), BLOCK, 2 * DIM).transpose(0, 1)
 
 
-def make(policy: str = "keydiff", blocks: int = 16) -> tuple[Compactor, list[DenseCache]]:
+def make(policy: str = "keydiff", blocks: int = 16) -> tuple[DenseCompactor, list[DenseCache]]:
     caches = [DenseCache(blocks, seed) for seed in range(LAYERS)]
     return (
-        Compactor(caches, range(LAYERS), range(HEADS), policies.get(policy), sinks=1, window=2, seed=0),
+        DenseCompactor(caches, range(LAYERS), range(HEADS), policies.get(policy), sinks=1, window=2, seed=0),
         caches,
     )
 
@@ -72,7 +73,7 @@ def test_kept_tokens_are_where_the_plan_says_and_nothing_else_moved(
     target = (order[::-1] if fresh else source)[: -(-keep // BLOCK)]
     before = [cache.data.clone() for cache in caches]
     tokens = [cache.gather(torch.tensor(source), physical) for cache in caches]
-    compactor.apply(plan(physical, physical, keep, target), source, stable_id="r")
+    compactor.apply([Planned(plan(physical, physical, keep, target), source, "r")])
     kept = torch.from_numpy(compactor.records[0].kept).long()
     assert kept.shape == (LAYERS, HEADS, keep)
     assert (kept.diff(dim=-1) > 0).all(), "order is preserved"
@@ -90,8 +91,8 @@ def test_kept_tokens_are_where_the_plan_says_and_nothing_else_moved(
 def test_positions_follow_over_several_evictions() -> None:
     compactor, _ = make("streaming")
     compactor.records = []
-    compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
-    compactor.apply(plan(16, 10, 5, [1, 2], epoch=1), [1, 2, 5], stable_id="r")
+    compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
+    compactor.apply([Planned(plan(16, 10, 5, [1, 2], epoch=1), [1, 2, 5], "r")])
     assert compactor.records[0].kept[0, 0].tolist() == [0, 7, 8, 9, 10, 11]
     assert compactor.records[1].kept[2, 1].tolist() == [0, 12, 13, 14, 15]
     assert compactor.evicted("r") == 11
@@ -111,10 +112,10 @@ def test_positions_follow_over_several_evictions() -> None:
 )
 def test_a_plan_that_does_not_continue_the_state_is_refused(wrong: Eviction) -> None:
     compactor, caches = make()
-    compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
+    compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
     before = [cache.data.clone() for cache in caches]
     with pytest.raises(IntegrityError, match="does not continue its state"):
-        compactor.apply(wrong, [1, 2, 5], stable_id="r")
+        compactor.apply([Planned(wrong, [1, 2, 5], "r")])
     assert all(torch.equal(a, c.data) for a, c in zip(before, caches, strict=True))
     assert compactor.evicted("r") == 6
 
@@ -122,9 +123,9 @@ def test_a_plan_that_does_not_continue_the_state_is_refused(wrong: Eviction) -> 
 def test_layers_are_scored_in_groups_without_changing_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (2**30, 1):
-        monkeypatch.setattr("nitro.compactor.SCRATCH_BYTES", limit)
+        monkeypatch.setattr("nitro.dense_compactor.SCRATCH_BYTES", limit)
         compactor, caches = make("gravity")
-        compactor.apply(plan(20, 20, 9, [1, 2, 3]), [1, 2, 3, 4, 5], stable_id="r")
+        compactor.apply([Planned(plan(20, 20, 9, [1, 2, 3]), [1, 2, 3, 4, 5], "r")])
         results.append(torch.stack([cache.data for cache in caches]))
     assert torch.equal(*results)
 
@@ -143,7 +144,7 @@ def test_a_policy_that_breaks_its_contract_is_named() -> None:
     assert compactor.policy == policies.get("keydiff"), "the old one stays"
     compactor.policy = Broken()
     with pytest.raises(SettingsError, match="broken"):
-        compactor.apply(plan(12, 12, 6, [1, 2]), [1, 2, 3], stable_id="r")
+        compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
 
 
 def test_request_key_is_the_same_everywhere() -> None:

@@ -80,6 +80,7 @@ def hooks() -> tuple[Hook, ...]:
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
     return (
         Hook(EngineArgs, "create_engine_config", ()),
@@ -92,6 +93,8 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BlockPool, "get_new_blocks", ("num_blocks",)),
         Hook(BlockPool, "free_blocks", ("ordered_blocks",)),
         Hook(BlockPool, "evict_blocks", ("block_ids",)),
+        Hook(Worker, "init_device", ()),
+        Hook(Worker, "determine_available_memory", ()),
         Hook(GPUModelRunner, "_update_states", ("scheduler_output",)),
         Hook(GPUModelRunner, "_prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
         Hook(GPUModelRunner, "initialize_kv_cache", ("kv_cache_config",)),

@@ -76,6 +76,12 @@ def probe(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+def side_by_side(k_place: Tensor, v_place: Tensor, head_dim: int) -> bool:
+    """Return whether what ``probe`` found is K and V next to each other per slot, as in vLLM's GPU cache."""
+    offsets = torch.arange(2 * k_place.numel(), device=k_place.device).view(-1, 2, head_dim)
+    return torch.equal(k_place, offsets[:, 0].flatten()) and torch.equal(v_place, offsets[:, 1].flatten())
+
+
 class BackendCache:
     """One layer's paged cache, read and written through the permutation that ``probe`` found."""
 

@@ -105,6 +105,8 @@ def feature_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"quantised KV cache ({dtype}): scoring through scales is not supported yet; use --kv-cache-dtype auto"
     if _get(cache, "kv_sharing_fast_prefill"):
         yield "--kv-sharing-fast-prefill skips layers that eviction must see; drop it"
+    if _get(config.model_config, "enable_sleep_mode"):
+        yield "sleep mode discards what Nitro keeps beside the cache; drop --enable-sleep-mode"
     if _get(config.model_config, "enable_return_routed_experts"):
         yield "--enable-return-routed-experts indexes by slot, which eviction changes; drop it"
 

@@ -9,20 +9,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nitro import policies
-from nitro.compactor import Compactor
+from nitro.compactor import Compactor, Planned
+from nitro.dense_compactor import DenseCompactor
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm.activate import settings_in
-from nitro.integration.vllm.kv_layout import BackendCache, probe
+from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.integration.vllm.scheduler import PLAN
+from nitro.kernel_compactor import KernelCompactor, can_score
+from nitro.kernels.paged import PagedLayers, to_device
+from nitro.planner import BudgetRule
 from nitro.types import StepPlan
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from nitro.config import Settings
+
+logger = init_logger("vllm.plugins.nitro")
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
@@ -60,6 +70,43 @@ def _attention_layers(runner: GPUModelRunner, names: list[str]) -> list[Any]:
     return layers
 
 
+def _compactor(
+    caches: list[Tensor],
+    places: list[tuple[Tensor, Tensor]],
+    *,
+    layers: list[int],
+    heads: list[int],
+    settings: Settings,
+    longest: int,
+) -> Compactor:
+    """Return the compactor for these caches: with kernels where they can be used, otherwise in PyTorch.
+
+    Args:
+        caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]`` each.
+        places: what ``probe`` found of each.
+        layers: their global layer indices.
+        heads: global indices of this worker's KV heads.
+        settings: Nitro's.
+        longest: most slots of a request.
+    """
+    policy = policies.get(settings.policy, **settings.policy_options)
+    bounds = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
+    head_dim = caches[0].shape[3] // 2
+    usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
+    if caches[0].device.type == "cuda":
+        if usual:
+            return KernelCompactor(PagedLayers.of(caches), layers, heads, policy, longest=longest, **bounds)
+        logger.warning(
+            "Nitro has no kernels for this cache (dtype %s, head dimension %d, or the layout of the attention backend) "
+            "and evicts in PyTorch, which waits for the GPU, one request after the other: expect it to be slow, or try "
+            "another --attention-backend",
+            caches[0].dtype,
+            head_dim,
+        )
+    backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
+    return DenseCompactor(backend, layers, heads, policy, **bounds)
+
+
 class NitroRunnerMixin(GPUModelRunner):
     """Compacts before a step reads the cache, and shows attention the slots that are held instead of all tokens."""
 
@@ -76,7 +123,8 @@ class NitroRunnerMixin(GPUModelRunner):
             raise UnsupportedError("Nitro needs a model with one KV cache group; serve this model without Nitro")
         group = self.kv_cache_config.kv_cache_groups[0]
         names = sorted(group.layer_names, key=extract_layer_index)
-        caches = []
+        caches: list[Tensor] = []
+        places = []
         for layer in _attention_layers(self, names):
             kv = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
             if kv.shape[0] != self.kv_cache_config.num_blocks or kv.shape[2] != group.kv_cache_spec.block_size:
@@ -84,17 +132,18 @@ class NitroRunnerMixin(GPUModelRunner):
                     f"the attention backend splits blocks of {group.kv_cache_spec.block_size} tokens into "
                     f"{kv.shape[2]}; set --block-size {kv.shape[2]}"
                 )
-            caches.append(BackendCache(kv, *probe(layer, kv)))
+            caches.append(kv)
+            places.append(probe(layer, kv))
         total = self.model_config.get_total_num_kv_heads()
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.nitro = Compactor(
+        rule = BudgetRule.from_settings(settings)
+        self.nitro = _compactor(
             caches,
+            places,
             layers=[extract_layer_index(name) for name in names],
             heads=local_heads(total, rank, size),
-            policy=policies.get(settings.policy, **settings.policy_options),
-            sinks=settings.sinks,
-            window=settings.window,
-            seed=settings.seed,
+            settings=settings,
+            longest=rule.peak(self.max_model_len, self.max_num_tokens),
         )
         self.nitro_run_starts: dict[str, list[int]] = {}
 
@@ -122,14 +171,17 @@ class NitroRunnerMixin(GPUModelRunner):
         return result
 
     def _nitro_apply(self, plan: StepPlan) -> None:
-        table = self.input_batch.block_table[0]
+        planned = []
         for eviction in plan.evictions:
             request_id = eviction.request_id
-            block_ids = self.requests[request_id].block_ids[0]
             run = max(len(self.nitro_run_starts.get(request_id, ())) - 1, 0)
-            self.nitro.apply(eviction, block_ids, stable_id=stable_id(request_id), run=run)
+            planned.append(Planned(eviction, self.requests[request_id].block_ids[0], stable_id(request_id), run))
+        self.nitro.apply(planned)
+        table = self.input_batch.block_table[0]
+        for eviction in plan.evictions:
+            block_ids = self.requests[eviction.request_id].block_ids[0]
             block_ids[:] = eviction.dst_blocks.tolist()
-            row = self.input_batch.req_id_to_index.get(request_id)
+            row = self.input_batch.req_id_to_index.get(eviction.request_id)
             if row is not None:
                 table.clear_row(row)
                 table.append_row(block_ids, row)
@@ -150,9 +202,12 @@ class NitroRunnerMixin(GPUModelRunner):
         if not evicted.any():
             return
         self.optimistic_seq_lens_cpu[:count] -= torch.from_numpy(evicted)
-        per_token = torch.from_numpy(np.repeat(evicted, num_scheduled_tokens[:count]))
-        self.seq_lens[:count] -= torch.from_numpy(evicted).to(self.seq_lens.device)
-        physical = self.positions[:tokens] - per_token.to(self.positions.device)
+        # From pinned memory: a copy from pageable memory would wait until the step before has left the device.
+        per_request, per_token = to_device(
+            [evicted, np.repeat(evicted, num_scheduled_tokens[:count])], self.seq_lens.device
+        )
+        self.seq_lens[:count] -= per_request
+        physical = self.positions[:tokens] - per_token
         batch.block_table.compute_slot_mapping(count, self.query_start_loc.gpu[: count + 1], physical)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from nitro import policies
 from nitro.compactor import Compactor
 from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin, adopt
+from nitro.kernel_compactor import SCRATCH_BYTES, positions_bytes
 from nitro.types import to_wire
 
 
@@ -60,3 +62,15 @@ class NitroWorkerMixin(Worker):
 
 class NitroGPUWorker(NitroWorkerMixin, Worker):
     """vLLM's GPU worker with eviction."""
+
+    def determine_available_memory(self, *args: Any, **kwargs: Any) -> int:
+        """Leave room beside the cache for each slot's logical position, and for what an eviction needs."""
+        available = int(super().determine_available_memory(*args, **kwargs))
+        specs = [s for s in self.model_runner.get_kv_cache_spec().values() if isinstance(s, FullAttentionSpec)]
+        cached = sum(spec.page_size_bytes for spec in specs)
+        beside = sum(positions_bytes(spec.num_kv_heads, spec.block_size) for spec in specs)
+        if not cached:
+            return available
+        # A size that the user has set (kv_cache_memory_bytes) is of the cache, and leaves room for scratch beside it.
+        scratch = 0 if self.cache_config.kv_cache_memory_bytes else SCRATCH_BYTES
+        return max((available - scratch) * cached // (cached + beside), 0)

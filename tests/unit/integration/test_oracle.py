@@ -20,11 +20,15 @@ SCARCE = ("random", "keydiff", "gravity")
 """The policies that `make test` runs where an engine takes a minute to start and its steps are slow."""
 
 
+IN_PROCESS = {"plain": "llama-gqa", "prefix": "qwen2-mha", "chunked": "llama-mha", "tight": "qwen2-gqa"}
+ELSEWHERE = {"multi-process": "llama-mha", "tp2": "qwen2-gqa"}
+
+
 def is_fast(mode: str, name: str, arch: str) -> bool:
     """Return whether `make test` has the time for a row."""
     if mode == "in-process":
-        return name == "all" or arch in ("llama-gqa", "qwen2-mha")
-    return name == "all" and arch == {"multi-process": "llama-mha", "tp2": "qwen2-gqa"}[mode]
+        return arch == IN_PROCESS.get(name, arch)
+    return name == "all" and arch == ELSEWHERE[mode]
 
 
 def rows() -> Iterator[Any]:

@@ -37,6 +37,7 @@ def test_a_plain_model_is_served(config: Any) -> None:
         ("model_config", {"is_hybrid": True}, "hybrid models"),
         ("model_config", {"use_mla": True}, "MLA"),
         ("model_config", {"is_multimodal_model": True}, "multi-modal"),
+        ("model_config", {"enable_sleep_mode": True}, "drop --enable-sleep-mode"),
         ("", {"speculative_config": object()}, "drop --speculative-config"),
         ("", {"kv_transfer_config": object()}, "drop --kv-transfer-config"),
         ("", {"ec_transfer_config": object()}, "drop --ec-transfer-config"),

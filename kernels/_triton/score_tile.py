@@ -1,0 +1,138 @@
+"""What the scoring kernels share: where a program's row lies, and tiles of keys or values in float32.
+
+A *row* is one (request, layer, KV head). Shapes and meanings of the parameters are documented by the launchers.
+"""
+
+import triton
+import triton.language as tl
+
+_TOGETHER = tl.constexpr(16)  # partial sums that are loaded at a time
+
+
+@triton.jit
+def row_of(row, L, H):
+    """Return (request, layer, head) of a row; the head runs fastest, as a token of an NHD cache holds all heads."""
+    return row // (L * H), row // H % L, row % H
+
+
+@triton.jit
+def ragged_row(offsets, request, layer, head, H, total):
+    """Return the int64 index of a row's first element in a contiguous ragged array ``[L, H, total]``."""
+    return (layer.to(tl.int64) * H + head) * total + tl.load(offsets + request)
+
+
+@triton.jit
+def length_here(lengths, request, PHASE: tl.constexpr, WHOLE: tl.constexpr):
+    """Return a request's length if this phase is for rows of that length, otherwise 0."""
+    length = tl.load(lengths + request)
+    if PHASE == 0:
+        return tl.where(length <= WHOLE, length, 0)
+    return tl.where(length > WHOLE, length, 0)
+
+
+@triton.jit
+def chunk_of(chunks, length, CHUNK: tl.constexpr):
+    """Return which chunk of its row this program has, where it begins, and where it ends: there if it is empty."""
+    chunk = tl.program_id(0) % chunks
+    begin = tl.minimum(chunk * CHUNK, length)
+    return chunk, begin, tl.minimum(begin + CHUNK, length)
+
+
+@triton.jit
+def chunk_index(offsets, request, layer, head, H, partial_rows, CHUNK: tl.constexpr):
+    """Return the int64 index of a row's first chunk in a contiguous ``[L, H, partial_rows, ...]``.
+
+    A request begins at ``offset // CHUNK + request``, so that the chunks of all, each request's last one cut short,
+    fit into ``total // CHUNK + R`` rows without a prefix sum.
+    """
+    first = tl.load(offsets + request) // CHUNK + request
+    return (layer.to(tl.int64) * H + head) * partial_rows + first
+
+
+@triton.jit
+def added_up(partials, length, column, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return the sum over a row's chunks of these columns of their partial sums ``[chunks, PARTIAL]``.
+
+    A few chunks at a time: one by one, each would wait for memory.
+    """
+    sums = tl.zeros([_TOGETHER, column.shape[0]], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        live = chunk * CHUNK < length
+        sums += tl.load(partials + chunk[:, None] * PARTIAL + column[None, :], mask=live[:, None], other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def one_added_up(partials, length, column: tl.constexpr, CHUNK: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return what `added_up` does for a single column, as a scalar."""
+    sums = tl.zeros([_TOGETHER], tl.float32)
+    for start in range(0, (length + CHUNK - 1) // CHUNK, _TOGETHER):
+        chunk = start + tl.arange(0, _TOGETHER)
+        sums += tl.load(partials + chunk * PARTIAL + column, mask=chunk * CHUNK < length, other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the address of one head's first key in block 0 of one layer."""
+    pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        # The compiler knows nothing of an address that was loaded: without this, each element would be a load.
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + head.to(tl.int64) * stride_head
+
+
+@triton.jit
+def values_of(keys, stride_dim, D: tl.constexpr):
+    """Return the address of a head's values, given that of its keys."""
+    return keys + tl.cast(stride_dim, tl.int64) * D
+
+
+@triton.jit
+def slot_of(order, index, live, ORDERED: tl.constexpr):
+    """Return the slots of the tokens with these indices in logical order; the index itself unless ORDERED."""
+    if ORDERED:
+        index = tl.load(order + index, mask=live, other=0)
+    return index
+
+
+@triton.jit
+def slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """Return the int64 offsets of a request's slots from `head_pointer`."""
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return block * stride_block + (slot % BLOCK_SIZE).to(tl.int64) * stride_slot
+
+
+@triton.jit
+def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE: tl.constexpr):
+    """Return the int32 logical positions of a request's slots; ``positions`` is ``[L, num_blocks, H, BLOCK_SIZE]``."""
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    index = ((layer.to(tl.int64) * num_blocks + block) * H + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    return tl.load(positions + index, mask=live, other=0)
+
+
+@triton.jit
+def load_elements(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return D elements at each offset, ``[len(offset), WIDTH]``; zero where not live and from D on."""
+    column = tl.arange(0, WIDTH)
+    wanted = live[:, None]
+    if WIDTH > D:
+        wanted = wanted & (column < D)[None, :]
+    column = column.to(tl.int64) * stride_dim
+    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what `load_elements` does as float32.
+
+    Upcast before any arithmetic: the square of a float16 overflows from 256 on.
+    """
+    return load_elements(pointer, offset, live, stride_dim, D, WIDTH).to(tl.float32)
+
+
+@triton.jit
+def finite(square):
+    """Return whether a sum of squares is a number: false for infinities and NaNs, and for what overflowed."""
+    return square < float("inf")

@@ -1,0 +1,161 @@
+"""What comes before an eviction: shared blocks get a private copy, and new slots their logical position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nitro.kernels._checks import check_device, check_positions, check_tables, check_tensor
+from nitro.kernels._moves import MOVE_WARPS, word_constexprs
+from nitro.kernels._triton.variants import Variant
+from nitro.kernels.paged import PagedLayers, RaggedBatch
+
+_SLOTS = 256
+"""Slots that one program stamps together: an eviction's new slots are few."""
+_PROGRAMS = 4096  # rows are shared by several programs while there are fewer
+
+
+def copy_blocks(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks of all layers and KV heads, K, V and logical positions, bit for bit; one launch.
+
+    Args:
+        layers: the caches, read and written.
+        positions: int32 ``[L, num_blocks, H, block_size]``, read and written.
+        pairs: int32 ``[2, P]``, contiguous, on the caches' device: sources, then destinations. No block is a
+            destination twice, or a destination and a source.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype.
+        ValueError: shapes, strides or devices do not fit, or Triton cannot run here.
+    """
+    _check_copy(layers, positions, pairs)
+    check_device(layers.device, "copy_blocks_ref")
+    if pairs.numel():
+        from nitro.kernels._triton.blocks import copy_kernel
+
+        copy_kernel[(pairs.shape[1] * layers.num_layers * layers.num_kv_heads,)](
+            layers.base,
+            positions,
+            pairs,
+            pairs.shape[1],
+            layers.num_blocks,
+            layers.num_layers,
+            layers.num_kv_heads,
+            *layers.strides,
+            **_copy_constexprs(layers.head_dim, layers.dtype.itemsize, layers.block_size, aligned=layers.aligned),
+            num_warps=MOVE_WARPS,
+        )
+
+
+def copy_blocks_ref(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> None:
+    """Copy what ``copy_blocks`` copies, layer by layer."""
+    _check_copy(layers, positions, pairs)
+    source, target = pairs.long()
+    for cache, where in zip(layers.caches, positions, strict=True):
+        cache[target] = cache[source]
+        where[target] = where[source]
+
+
+def stamp_positions(layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor) -> None:
+    """Store the logical position ``slot + shift`` in each request's slots ``[first, length)``; one launch.
+
+    Slots that were written since a request's last eviction hold consecutive tokens, so that nothing has to be stored
+    when a token is written. Blocks may be shared by requests that agree about the tokens in them.
+
+    Args:
+        layers: the caches, of which only the shape is looked at.
+        batch: the requests; ``keep``, ``protect``, ``window`` and ``dst_tables`` are not looked at.
+        positions: int32 ``[L, num_blocks, H, block_size]``, written.
+        first: int32 ``[R]``, at least 0: slots held right after the last eviction, or 0.
+        shift: int32 ``[R]``: tokens evicted so far.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype.
+        ValueError: shapes, strides or devices do not fit, or Triton cannot run here.
+    """
+    _check_stamp(layers, batch, positions, first, shift)
+    check_device(layers.device, "stamp_positions_ref")
+    rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+    if batch.total:
+        from nitro.kernels._triton.blocks import stamp_kernel
+
+        splits = max(1, min(-(-batch.max_length // _SLOTS), -(-_PROGRAMS // rows)))
+        stamp_kernel[(rows * splits,)](
+            positions,
+            batch.block_tables,
+            batch.lengths,
+            first,
+            shift,
+            batch.block_tables.shape[1],
+            layers.num_blocks,
+            splits,
+            layers.num_layers,
+            layers.num_kv_heads,
+            BLOCK_SIZE=layers.block_size,
+            TILE=_SLOTS,
+            num_warps=1,
+        )
+
+
+def stamp_positions_ref(
+    layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor
+) -> None:
+    """Store what ``stamp_positions`` stores, one request at a time."""
+    _check_stamp(layers, batch, positions, first, shift)
+    for table, length, start, moved in zip(
+        batch.block_tables, batch.lengths.tolist(), first.tolist(), shift.tolist(), strict=True
+    ):
+        slots = torch.arange(start, length, dtype=torch.int32, device=batch.device)
+        blocks = table[slots // layers.block_size].long()
+        positions[:, blocks, :, slots.long() % layers.block_size] = (slots + moved)[:, None, None]
+
+
+def _check_copy(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> None:
+    check_positions(layers, positions)
+    check_tensor("pairs", pairs, torch.int32, (2, -1), layers.device)
+    if not pairs.is_contiguous():
+        raise ValueError(f"pairs has strides {pairs.stride()}: make it contiguous")
+
+
+def _check_stamp(layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor) -> None:
+    check_tables(layers, batch)
+    check_positions(layers, positions)
+    for name, x in (("first", first), ("shift", shift)):
+        check_tensor(name, x, torch.int32, (batch.num_requests,), layers.device)
+        if not x.is_contiguous():
+            raise ValueError(f"{name} has stride {x.stride(0)}: make it contiguous")
+
+
+def _copy_constexprs(head_dim: int, itemsize: int, block_size: int, *, aligned: bool) -> dict[str, object]:
+    shared = word_constexprs(2 * head_dim, itemsize, block_size, aligned=aligned)
+    most = 1 << (block_size - 1).bit_length()
+    return {**shared, "ROWS": min(shared["ROWS"], most)}
+
+
+def variants() -> list[Variant]:
+    """Return what the launchers may launch, of the kinds of caches those that differ most."""
+    from nitro.kernels._triton.blocks import copy_kernel, stamp_kernel
+
+    where = {"positions": "*i32"}
+    found = [
+        Variant(
+            "stamp",
+            stamp_kernel,
+            {**where, "block_tables": "*i32", "lengths": "*i32", "first": "*i32", "shift": "*i32"},
+            {"BLOCK_SIZE": 16, "TILE": _SLOTS},
+            1,
+        )
+    ]
+    for head_dim, itemsize, block_size, aligned in ((64, 2, 16, True), (128, 2, 128, True), (256, 4, 16, False)):
+        constexprs = {"stride_dim": 1} if aligned else {}
+        found.append(
+            Variant(
+                f"copy-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}",
+                copy_kernel,
+                {**where, "base": "*i64", "pairs": "*i32"},
+                constexprs | _copy_constexprs(head_dim, itemsize, block_size, aligned=aligned),
+                MOVE_WARPS,
+                divisible=("stride_block", "stride_head", "stride_slot") if aligned else (),
+            )
+        )
+    return found

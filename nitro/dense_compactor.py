@@ -1,0 +1,140 @@
+"""Compaction in PyTorch, on any paged cache: gathers a request's K and V, scores them, writes the survivors back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nitro.compactor import Compactor, Planned
+from nitro.kernels.compact import pack_ref
+from nitro.kernels.select import select_topk_ref
+from nitro.policies.base import Policy, ScoreInput, checked_score
+from nitro.types import Eviction, IntArray
+
+SCRATCH_BYTES = 256 * 2**20
+"""How much gathered K and V one scoring call may hold; layers are taken in groups that stay below it."""
+
+
+class PagedCache(Protocol):
+    """The paged K and V of one attention layer, whatever their layout in memory."""
+
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    device: torch.device
+
+    def gather(self, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return K and V, ``[num_kv_heads, length, head_dim]`` each, of the first ``length`` slots of these blocks."""
+
+    def scatter(self, block_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Overwrite these blocks with K and V ``[num_kv_heads, length, head_dim]``; the last one's rest is zeroed."""
+
+
+class DenseCompactor(Compactor):
+    """Takes the requests one by one, and keeps the order of the survivors."""
+
+    def __init__(
+        self,
+        caches: Sequence[PagedCache],
+        layers: Sequence[int],
+        heads: Sequence[int],
+        policy: Policy,
+        *,
+        sinks: int,
+        window: int,
+        seed: int,
+    ) -> None:
+        """Take over the caches of one worker.
+
+        Args:
+            caches: one per attention layer of this worker.
+            layers: their global layer indices.
+            heads: global indices of this worker's KV heads, the same in all layers.
+            policy: scores the tokens; see ``set_policy``.
+            sinks: as in ``Compactor``, like what follows.
+            window: as above.
+            seed: as above.
+        """
+        super().__init__(caches[0].block_size, sinks=sinks, window=window, seed=seed)
+        self.caches = tuple(caches)
+        device = self.caches[0].device
+        self.layers = torch.tensor(layers, dtype=torch.int64, device=device)
+        self.heads = torch.tensor(heads, dtype=torch.int64, device=device)
+        # int32 [num_layers, num_kv_heads, slots right after the last eviction] of each request that had one
+        self._positions: dict[str, Tensor] = {}
+        self.set_policy(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype."""
+        length = 2 * self.window + self.sinks + 1
+        drawn = [cache.gather(torch.zeros(1, dtype=torch.int64), 1)[0] for cache in self.caches]
+        shape = (len(self.caches), drawn[0].shape[0], length, drawn[0].shape[-1])
+        keys, values = (torch.randn(shape, device=drawn[0].device).to(drawn[0].dtype) for _ in range(2))
+        positions = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
+        checked_score(policy, self._input(keys, values, positions, slice(None), 0, length))
+        self.policy = policy
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that finished or was preempted; unknown ones are ignored."""
+        super().forget(request_id)
+        self._positions.pop(request_id, None)
+
+    def _input(
+        self, keys: Tensor, values: Tensor, positions: Tensor, group: slice, key: int, logical_len: int
+    ) -> ScoreInput:
+        return ScoreInput(
+            keys=keys,
+            values=values,
+            positions=positions,
+            layers=self.layers[group],
+            heads=self.heads,
+            request_key=key,
+            logical_len=logical_len,
+            sinks=self.sinks,
+            window=self.window,
+            seed=self.seed,
+        )
+
+    def _compact(self, planned: Sequence[Planned]) -> list[IntArray]:
+        kept = [self._compact_one(item) for item in planned]
+        for item, where in zip(planned, kept, strict=True):
+            self._positions[item.eviction.request_id] = where
+        return [where.numpy().copy() for where in kept] if self.records is not None else []
+
+    def _compact_one(self, item: Planned) -> Tensor:
+        eviction = item.eviction
+        length, keep = eviction.physical_len, eviction.keep
+        device = self.caches[0].device
+        source = torch.as_tensor(item.blocks, dtype=torch.int64)[: -(-length // self.block_size)]
+        target = torch.as_tensor(eviction.dst_blocks, dtype=torch.int64)
+        positions = self._positions_of(eviction)
+        kept = torch.empty(*positions.shape[:2], keep, dtype=torch.int32)
+        for start, stop in self._groups(length):
+            gathered = [cache.gather(source, length) for cache in self.caches[start:stop]]
+            keys = torch.stack([k for k, _ in gathered])
+            values = torch.stack([v for _, v in gathered])
+            where = positions[start:stop].to(device)
+            group = slice(start, stop)
+            scores = checked_score(self.policy, self._input(keys, values, where, group, item.key, eviction.logical_len))
+            index = select_topk_ref(scores, keep, eviction.protect, self.window)
+            kept[start:stop] = where.gather(-1, index)
+            for offset, cache in enumerate(self.caches[start:stop]):
+                cache.scatter(target, pack_ref(keys[offset], index[offset]), pack_ref(values[offset], index[offset]))
+        return kept
+
+    def _positions_of(self, eviction: Eviction) -> Tensor:
+        """Return the logical positions int32 [num_layers, num_kv_heads, physical_len] of the request's slots."""
+        since = self.held(eviction.request_id).logical_len
+        shape = (len(self.layers), len(self.heads), eviction.logical_len - since)
+        new = torch.arange(since, eviction.logical_len, dtype=torch.int32).expand(shape)
+        known = self._positions.get(eviction.request_id)
+        return new if known is None else torch.cat([known, new], dim=-1)
+
+    def _groups(self, length: int) -> list[tuple[int, int]]:
+        cache, count = self.caches[0], len(self.caches)
+        per_layer = 2 * 4 * cache.num_kv_heads * cache.head_dim * length  # K and V in fp32, as policies compute
+        size = max(1, SCRATCH_BYTES // per_layer)
+        return [(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,277 @@
+"""Compaction in Triton, on vLLM's GPU cache: all requests and layers of a step in a fixed number of launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nitro.compactor import Compactor, Planned
+from nitro.kernels.blocks import copy_blocks, stamp_positions
+from nitro.kernels.compact import fill_ragged
+from nitro.kernels.newest import force_newest
+from nitro.kernels.paged import PagedLayers, RaggedBatch, to_device
+from nitro.kernels.select import TILES, select_ragged
+from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
+from nitro.policies.ragged import RaggedInput
+from nitro.types import IntArray
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 256 * 2**20
+"""What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
+_BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
+_TRIAL_LAYERS = 2
+_ALL = slice(None)
+
+
+def positions_bytes(num_kv_heads: int, block_size: int) -> int:
+    """Return what the logical positions of one block of one layer take, in bytes."""
+    return num_kv_heads * block_size * 4
+
+
+def can_score(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether there are kernels for caches of this dtype and head dimension."""
+    return dtype in (torch.float16, torch.bfloat16, torch.float32) and 2 <= head_dim <= 256
+
+
+def _drawn_like(cache: Tensor, blocks: int) -> Tensor:
+    """Return a cache of a few blocks of random K and V, with the same strides."""
+    return torch.empty_strided(
+        (blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
+    ).normal_()
+
+
+class KernelCompactor(Compactor):
+    """Moves survivors of the tail into the holes of the head, so that a request's slots are in no order afterwards."""
+
+    def __init__(
+        self,
+        layers: PagedLayers,
+        layer_ids: Sequence[int],
+        head_ids: Sequence[int],
+        policy: Policy,
+        *,
+        sinks: int,
+        window: int,
+        seed: int,
+        longest: int,
+    ) -> None:
+        """Take over the caches of one worker, none of whose blocks is in use yet.
+
+        Args:
+            layers: the caches of this worker.
+            layer_ids: their global layer indices.
+            head_ids: global indices of this worker's KV heads, the same in all layers.
+            policy: scores the tokens; see ``set_policy``.
+            sinks: as in ``Compactor``, like what follows.
+            window: as above.
+            seed: as above.
+            longest: most slots of a request; the kernels for all lengths up to it are compiled here and now.
+        """
+        super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed)
+        self.layers = layers
+        device = layers.device
+        self.layer_ids = torch.tensor(layer_ids, dtype=torch.int64, device=device)
+        self.head_ids = torch.tensor(head_ids, dtype=torch.int64, device=device)
+        shape = (layers.num_layers, layers.num_blocks, layers.num_kv_heads, layers.block_size)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._longest = longest
+        self.set_policy(policy)
+        self._warm_up(policy)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype.
+
+        The trial is of two layers: with a large window, all of them would take gigabytes that the cache has already.
+        """
+        length = 2 * self.window + self.sinks + 1
+        caches = self.layers.caches[:_TRIAL_LAYERS]
+        layer_ids = self.layer_ids[:_TRIAL_LAYERS]
+        shape = (len(caches), self.layers.num_kv_heads, length, self.layers.head_dim)
+        keys, values = (torch.randn(shape, device=self.layers.device).to(self.layers.dtype) for _ in range(2))
+        where = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
+        trial = ScoreInput(
+            keys=keys,
+            values=values,
+            positions=where,
+            layers=layer_ids,
+            heads=self.head_ids,
+            request_key=0,
+            logical_len=length,
+            sinks=self.sinks,
+            window=self.window,
+            seed=self.seed,
+        )
+        checked_score(policy, trial)
+        blocks = -(-length // self.block_size)
+        drawn = PagedLayers.of([_drawn_like(cache, blocks) for cache in caches])
+        positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
+        positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
+        batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])
+        x = self._ragged(batch, [length], [length], [0], newest_last=True)
+        for newest_last in (True, False):
+            x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
+            checked_score_ragged(policy, x)
+        self.policy = policy
+
+    def _warm_up(self, policy: Policy) -> None:
+        """Compile what a step may launch, on blocks that nobody uses yet."""
+        started = time.monotonic()
+        longest = min(self._longest, self.layers.num_blocks * self.block_size)
+        for length in [*(tile for tile in TILES if tile < longest), longest]:
+            table = list(range(-(-length // self.block_size)))
+            keep = min(max(self.sinks + self.window, length // 2), length)
+            for newest_last in (True, False):
+                batch = self._batch([table], [length], [keep], [min(self.sinks, length)])
+                self._evict_by_parts(batch, [0], [length], [length], [0], [0], newest_last)
+        pair = torch.tensor([[0], [min(1, self.layers.num_blocks - 1)]], dtype=torch.int32, device=self.layers.device)
+        copy_blocks(self.layers, self.positions, pair)
+        logger.info("compiled the kernels of policy %s in %.1f s", policy.name, time.monotonic() - started)
+
+    def _batch(
+        self,
+        tables: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        keep: Sequence[int],
+        protect: Sequence[int],
+    ) -> RaggedBatch:
+        return RaggedBatch.of(tables, lengths, keep, protect=protect, window=self.window, device=self.layers.device)
+
+    def _compact(self, planned: Sequence[Planned]) -> list[IntArray] | None:
+        self._copy_shared(planned)
+        kept = []
+        for group in self._groups(planned):
+            self._compact_group(group)
+            if self.records is not None:
+                kept += [self._kept(item) for item in group]
+        return kept if self.records is not None else None
+
+    def _copy_shared(self, planned: Sequence[Planned]) -> None:
+        """Give each request a copy of what it shares with others, or with the prefix cache, before anything moves."""
+        pairs = []
+        for item in planned:
+            targets = item.eviction.dst_blocks
+            sources = np.asarray(item.blocks[: len(targets)], np.int32)
+            differ = sources != targets
+            pairs.append(np.stack([sources[differ], targets[differ]]))
+        both = np.concatenate(pairs, axis=1)
+        if both.size:
+            copy_blocks(self.layers, self.positions, to_device([both], self.layers.device)[0])
+
+    def _groups(self, planned: Sequence[Planned]) -> Iterator[list[Planned]]:
+        """Yield parts whose scratch memory is bounded, unless a request is too large by itself."""
+        room = SCRATCH_BYTES // (_BYTES_PER_SLOT * self.layers.num_layers * self.layers.num_kv_heads)
+        group: list[Planned] = []
+        total = 0
+        for item in planned:
+            length = item.eviction.physical_len
+            if group and total + length > room:
+                yield group
+                group, total = [], 0
+            group.append(item)
+            total += length
+        yield group
+
+    def _compact_group(self, group: Sequence[Planned]) -> None:
+        size = self.block_size
+        evictions = [item.eviction for item in group]
+        lengths = [e.physical_len for e in evictions]
+        tables = []
+        for item, length in zip(group, lengths, strict=True):
+            targets = item.eviction.dst_blocks.tolist()
+            tables.append(targets + list(item.blocks[len(targets) : -(-length // size)]))
+        batch = self._batch(tables, lengths, [e.keep for e in evictions], [e.protect for e in evictions])
+        held = [self.held(e.request_id) for e in evictions]
+        first = [known.kept for known in held]
+        # What was written since the last eviction stands last and in order; older slots may be in any order.
+        newest_last = all(
+            known.epoch == 0 or length - known.kept >= self.window for known, length in zip(held, lengths, strict=True)
+        )
+        keys, logical = [item.key for item in group], [e.logical_len for e in evictions]
+        shift = [known.evicted for known in held]
+        self._evict_by_parts(batch, first, lengths, logical, shift, keys, newest_last)
+
+    def _layers_at_once(self, total: int) -> int:
+        """Return how many layers' scratch memory fits; an even number, or all."""
+        fit = SCRATCH_BYTES // max(_BYTES_PER_SLOT * self.layers.num_kv_heads * total, 1)
+        return self.layers.num_layers if fit >= self.layers.num_layers else max(2, fit // 2 * 2)
+
+    def _ragged(
+        self,
+        batch: RaggedBatch,
+        lengths: Sequence[int],
+        logical: Sequence[int],
+        keys: Sequence[int],
+        newest_last: bool,
+        part: slice = _ALL,
+    ) -> RaggedInput:
+        whole = part == _ALL
+        return RaggedInput(
+            layers=self.layers if whole else self.layers.part(part.start, part.stop),
+            batch=batch,
+            positions=self.positions if whole else self.positions[part],
+            layer_ids=self.layer_ids if whole else self.layer_ids[part],
+            head_ids=self.head_ids,
+            request_keys=keys,
+            lengths=lengths,
+            logical_lens=logical,
+            logical_lengths=to_device([np.asarray(logical, np.int32)], self.layers.device)[0],
+            newest_last=newest_last,
+            sinks=self.sinks,
+            seed=self.seed,
+        )
+
+    def _evict_by_parts(
+        self,
+        batch: RaggedBatch,
+        first: Sequence[int],
+        lengths: Sequence[int],
+        logical: Sequence[int],
+        shift: Sequence[int],
+        keys: Sequence[int],
+        newest_last: bool,
+    ) -> None:
+        """Evict in all layers, in as many at a time as have room for what they need beside the cache."""
+        num_layers = self.layers.num_layers
+        step = self._layers_at_once(batch.total)
+        for start in range(0, num_layers, step):
+            part = _ALL if step == num_layers else slice(start, min(start + step, num_layers))
+            self._evict(batch, first, lengths, logical, shift, keys, newest_last, part)
+
+    def _evict(
+        self,
+        batch: RaggedBatch,
+        first: Sequence[int],
+        lengths: Sequence[int],
+        logical: Sequence[int],
+        shift: Sequence[int],
+        keys: Sequence[int],
+        newest_last: bool,
+        part: slice = _ALL,
+    ) -> None:
+        first_there, shift_there = to_device([np.asarray(x, np.int32) for x in (first, shift)], self.layers.device)
+        x = self._ragged(batch, lengths, logical, keys, newest_last, part)
+        layers, positions = x.layers, x.positions
+        stamp_positions(layers, batch, positions, first_there, shift_there)
+        scores = checked_score_ragged(self.policy, x)
+        chosen = batch
+        if not newest_last:
+            # The window is not in its place, as the sinks are, since nothing moves those.
+            force_newest(layers, batch, scores, x.logical_lengths, positions)
+            chosen = dataclasses.replace(batch, window=0)
+        mask, _ = select_ragged(scores, chosen)
+        fill_ragged(layers, batch, mask, positions, scratch=scores.view(torch.int32))
+
+    def _kept(self, item: Planned) -> IntArray:
+        """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""
+        slots = torch.arange(item.eviction.keep, device=self.layers.device)
+        table = torch.from_numpy(item.eviction.dst_blocks).to(self.layers.device, torch.int64)
+        size = self.layers.block_size
+        where = self.positions[:, table[slots // size], :, slots % size].permute(1, 2, 0)
+        return where.sort(dim=-1).values.cpu().numpy()

@@ -1,0 +1,44 @@
+"""The compactor that uses kernels, token by token, compiled."""
+
+from __future__ import annotations
+
+import compactor_cases as cases
+import paged_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nitro.kernel_compactor import KernelCompactor
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**31))
+def test_histories(policy: str, seed: int) -> None:
+    cases.check_history(policy, seed=seed, device="cuda")
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+def test_the_best_stay(policy: str) -> None:
+    cases.check_choice(policy, device="cuda")
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+@pytest.mark.parametrize("grown", [2, 20], ids=["window-moved", "window-in-place"])
+def test_an_eviction_does_not_wait_for_the_device(policy: str, grown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cases.World("kernel", policy, device="cuda")
+    world.grow("x", 50)
+    world.grow("y", 30)
+    world.evict({"x": 30, "y": 20})
+    world.grow("x", grown)
+    world.grow("y", grown)
+    compact = KernelCompactor._compact_group
+
+    def without_waiting(self: KernelCompactor, group: object) -> None:
+        with paged_cases.no_synchronisation():
+            compact(self, group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KernelCompactor, "_compact_group", without_waiting)
+    world.evict({"x": 30, "y": 20})

@@ -1,0 +1,215 @@
+"""Requests that grow and are evicted on a paged cache whose content tells which token it belongs to.
+
+A model in plain Python remembers what each (layer, KV head) of each request holds. After every step the cache, the
+logical positions, and what another policy or request must not have changed are compared with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nitro import policies
+from nitro.compactor import Compactor, Planned
+from nitro.dense_compactor import DenseCompactor
+from nitro.kernel_compactor import KernelCompactor
+from nitro.kernels.paged import PagedLayers
+from nitro.types import Eviction
+
+LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
+SINKS, WINDOW = 2, 6
+LONGEST = 100  # slots of a request
+POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "gravity")
+EXACT = ("streaming", "random")  # integers and bits; the others' sums may round otherwise
+
+
+def content(request: str, position: int) -> torch.Tensor:
+    """K and V ``[L, H, 2 * D]`` of a token; requests that share a prefix have the name up to the colon in common."""
+    seed = sum(ord(c) * 31**i for i, c in enumerate(request.split(":")[0])) * 100_003 + position
+    return torch.randn(LAYERS, HEADS, 2 * DIM, generator=torch.Generator().manual_seed(seed))
+
+
+class Caches:
+    """One layer's cache as DenseCompactor wants it."""
+
+    block_size, num_kv_heads, head_dim = BLOCK, HEADS, DIM
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.device = data, data.device
+
+    def gather(self, block_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.data[block_ids.to(self.device)].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)[:, :length]
+        return tokens[..., :DIM], tokens[..., DIM:]
+
+    def scatter(self, block_ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        padded = torch.zeros(HEADS, len(block_ids) * BLOCK, 2 * DIM, device=self.device)
+        padded[:, : keys.shape[1]] = torch.cat([keys, values], dim=-1)
+        self.data[block_ids.to(self.device)] = padded.view(HEADS, len(block_ids), BLOCK, 2 * DIM).transpose(0, 1)
+
+
+@dataclass
+class Sequence:
+    """A request: its block table, and its tokens."""
+
+    name: str
+    blocks: list[int] = field(default_factory=list)
+    logical: int = 0
+    physical: int = 0
+    epoch: int = 0
+    # [layer][head] → logical positions held
+    held: list[list[set[int]]] = field(default_factory=lambda: [[set() for _ in range(HEADS)] for _ in range(LAYERS)])
+
+
+class World:
+    """A worker's caches with a compactor, and requests on them."""
+
+    def __init__(self, kind: str, policy: str, *, device: str = "cpu", num_blocks: int = 64) -> None:
+        data = torch.zeros(LAYERS, num_blocks, BLOCK, HEADS, 2 * DIM, device=device).transpose(2, 3)
+        self.caches = list(data)
+        options = {"sinks": SINKS, "window": WINDOW, "seed": 7}
+        self.compactor: Compactor
+        if kind == "kernel":
+            layers = PagedLayers.of(self.caches)
+            self.compactor = KernelCompactor(
+                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=LONGEST, **options
+            )
+        else:
+            dense = [Caches(cache) for cache in self.caches]
+            self.compactor = DenseCompactor(dense, range(LAYERS), range(HEADS), policies.get(policy), **options)
+        self.compactor.records = []
+        self.free = list(range(1, num_blocks))
+        self.shared: set[int] = set()
+        self.sequences: dict[str, Sequence] = {}
+
+    def grow(self, name: str, tokens: int) -> Sequence:
+        sequence = self.sequences.setdefault(name, Sequence(name))
+        for _ in range(tokens):
+            if sequence.physical == len(sequence.blocks) * BLOCK:
+                sequence.blocks.append(self.free.pop())
+            slot, block = sequence.physical % BLOCK, sequence.blocks[sequence.physical // BLOCK]
+            rows = content(name, sequence.logical).to(self.caches[0].device)
+            for layer, cache in enumerate(self.caches):
+                cache[block, :, slot] = rows[layer]
+                for head in range(HEADS):
+                    sequence.held[layer][head].add(sequence.logical)
+            sequence.logical += 1
+            sequence.physical += 1
+        return sequence
+
+    def fork(self, name: str, new: str) -> None:
+        """Begin a request with the full blocks of another one that has lost nothing."""
+        parent = self.sequences[name]
+        assert parent.epoch == 0
+        blocks = parent.blocks[: parent.physical // BLOCK]
+        self.shared.update(blocks)
+        tokens = len(blocks) * BLOCK
+        child = Sequence(new, list(blocks), tokens, tokens)
+        child.held = [[set(range(tokens)) for _ in range(HEADS)] for _ in range(LAYERS)]
+        self.sequences[new] = child
+
+    def evict(self, keep: dict[str, int], protect: int = SINKS) -> list[list[list[list[int]]]]:
+        """Evict from these requests in one step; return what each keeps, ``[request][layer][head]`` ascending."""
+        planned, freed = [], []
+        for name, count in keep.items():
+            sequence = self.sequences[name]
+            head = sequence.blocks[: -(-count // BLOCK)]
+            target = [self.free.pop(0) if block in self.shared else block for block in head]
+            eviction = Eviction(
+                name,
+                sequence.epoch,
+                sequence.logical,
+                sequence.physical,
+                count,
+                min(protect, count),
+                np.array(target, np.int32),
+            )
+            planned.append(Planned(eviction, list(sequence.blocks), name))
+            freed += [b for b in sequence.blocks if b not in target and b not in self.shared]
+        assert self.compactor.records is not None
+        self.compactor.records.clear()
+        self.compactor.apply(planned)
+        results = []
+        for item, record in zip(planned, self.compactor.records, strict=True):
+            sequence, eviction = self.sequences[item.eviction.request_id], item.eviction
+            assert record.request_id == eviction.request_id
+            assert record.kept.shape == (LAYERS, HEADS, eviction.keep)
+            kept = record.kept.tolist()
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    before, now = sequence.held[layer][head], kept[layer][head]
+                    assert now == sorted(set(now)), "ascending, each once"
+                    assert set(now) <= before, "nothing that was not there"
+                    assert set(range(min(protect, eviction.keep))) <= set(now), "sinks stay"
+                    assert set(sorted(before)[-WINDOW:]) <= set(now), "the newest stay"
+                    sequence.held[layer][head] = set(now)
+            sequence.blocks = eviction.dst_blocks.tolist()
+            sequence.physical, sequence.epoch = eviction.keep, sequence.epoch + 1
+            results.append(kept)
+        self.free += freed
+        self.check()
+        return results
+
+    def check(self) -> None:
+        """Every token that a request holds is in exactly one of its slots, with its own K and V."""
+        for name, sequence in self.sequences.items():
+            for layer, cache in enumerate(self.caches):
+                rows = cache[sequence.blocks].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)[:, : sequence.physical].cpu()
+                for head in range(HEADS):
+                    held = sorted(sequence.held[layer][head])
+                    want = torch.stack([content(name, position)[layer, head] for position in held])
+                    # Sort both by one element: K and V are random, so that no two tokens agree in it.
+                    got = rows[head][rows[head][:, 0].argsort()]
+                    assert torch.equal(got, want[want[:, 0].argsort()])
+
+
+def check_history(policy: str, *, seed: int, device: str = "cpu", steps: int = 6) -> None:
+    """Requests with and without a shared prefix grow and are evicted, some of them in one step, often and seldom."""
+    rng = np.random.default_rng(seed)
+    world = World("kernel", policy, device=device)
+    twin = World("dense", policy, device="cpu") if policy in EXACT else None
+    worlds = [world, *([twin] if twin else [])]
+    for each in worlds:
+        each.grow("a:1", 19)
+        each.fork("a:1", "a:2")
+        each.grow("b", 30)
+    for _ in range(steps):
+        keep: dict[str, int] = {}
+        for name in ("a:1", "a:2", "b"):
+            grown = int(rng.integers(1, 12))
+            for each in worlds:
+                each.grow(name, grown)
+            physical = world.sequences[name].physical
+            if physical > SINKS + WINDOW and rng.random() < 0.7:
+                keep[name] = int(rng.integers(SINKS + WINDOW, physical))
+        results = [each.evict(keep) for each in worlds]
+        assert all(result == results[0] for result in results)
+
+
+def check_choice(policy: str, *, device: str = "cpu") -> None:
+    """What stays scores at least as high, by the policy's formula in PyTorch, as what goes."""
+    world = World("kernel", policy, device=device)
+    world.grow("x", 60)
+    kept = world.evict({"x": 30})[0]
+    dense = World("dense", policy)
+    dense.grow("x", 60)
+    caches = [Caches(cache) for cache in dense.caches]
+    table = torch.tensor(dense.sequences["x"].blocks)
+    rows = [cache.gather(table, 60) for cache in caches]
+    assert isinstance(dense.compactor, DenseCompactor)
+    x = dense.compactor._input(
+        torch.stack([k for k, _ in rows]),
+        torch.stack([v for _, v in rows]),
+        torch.arange(60, dtype=torch.int32).expand(LAYERS, HEADS, 60),
+        slice(None),
+        Planned(Eviction("x", 0, 60, 60, 30, 2, np.zeros(4, np.int32)), [], "x").key,
+        60,
+    )
+    scores = policies.get(policy).score(x)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            free = set(range(SINKS, 60 - WINDOW))
+            stays = sorted(free & set(kept[layer][head]))
+            goes = sorted(free - set(stays))
+            assert scores[layer, head, stays].min() >= scores[layer, head, goes].max() - 1e-5

@@ -1,0 +1,115 @@
+"""The compactor that uses kernels, token by token, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import compactor_cases as cases
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nitro import kernel_compactor, policies
+from nitro.compactor import Planned
+from nitro.errors import IntegrityError, SettingsError
+from nitro.policies.base import Policy, ScoreInput
+from nitro.policies.knorm import KNorm
+from nitro.types import Eviction
+
+from .conftest import interpreted
+
+pytestmark = interpreted
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 2**31))
+def test_histories(policy: str, seed: int) -> None:
+    cases.check_history(policy, seed=seed, steps=4)
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+def test_the_best_stay(policy: str) -> None:
+    cases.check_choice(policy)
+
+
+def test_the_window_is_exact_when_evictions_follow_each_other_closely() -> None:
+    """After a fill the newest tokens lie anywhere; fewer than a window of new ones are behind them."""
+    world = cases.World("kernel", "gravity")
+    world.grow("x", 40)
+    world.evict({"x": 20})
+    for _ in range(4):
+        world.grow("x", 2)
+        world.evict({"x": 20})
+
+
+def test_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for limit in (2**28, 1):
+        monkeypatch.setattr(kernel_compactor, "SCRATCH_BYTES", limit)
+        world = cases.World("kernel", "random")
+        for name in ("x", "y", "z"):
+            world.grow(name, 33)
+        results.append(world.evict({"x": 20, "y": 9, "z": 32}))
+    assert results[0] == results[1]
+
+
+def test_layers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "LAYERS", 5)
+    results = []
+    for limit in (2**28, 3 * 16 * cases.HEADS * 40):
+        monkeypatch.setattr(kernel_compactor, "SCRATCH_BYTES", limit)
+        world = cases.World("kernel", "random")
+        world.grow("x", 40)
+        results.append(world.evict({"x": 20}))
+    assert results[0] == results[1]
+    assert len(results[0][0]) == 5
+
+
+def test_a_policy_without_kernels() -> None:
+    @dataclass(frozen=True)
+    class Plain(Policy):
+        name = "plain"
+
+        def score(self, x: ScoreInput) -> Tensor:
+            assert (x.positions.diff(dim=-1) > 0).all(), "in logical order"
+            return policies.get("random").score(x)
+
+    worlds = [cases.World("kernel", "random") for _ in range(2)]
+    worlds[1].compactor.set_policy(Plain())
+    kept = []
+    for world in worlds:
+        world.grow("x", 45)
+        world.evict({"x": 30})
+        world.grow("x", 3)
+        world.grow("y", 20)
+        kept.append(world.evict({"x": 25, "y": 11}))
+    assert kept[0] == kept[1]
+
+
+def test_a_policy_that_breaks_its_contract_is_named() -> None:
+    @dataclass(frozen=True)
+    class Broken(KNorm):
+        name = "broken"
+
+        def score_ragged(self, x: object) -> Tensor:
+            return torch.zeros(1)
+
+    world = cases.World("kernel", "knorm")
+    with pytest.raises(SettingsError, match=r"'broken'.*score_ragged"):
+        world.compactor.set_policy(Broken())
+    assert world.compactor.policy == policies.get("knorm"), "the old one stays"
+
+
+def test_a_plan_that_does_not_continue_the_state_changes_nothing() -> None:
+    world = cases.World("kernel", "knorm")
+    sequence = world.grow("x", 20)
+    before = [cache.clone() for cache in world.caches]
+    wrong = Eviction("x", 1, 20, 20, 10, 2, np.array(sequence.blocks[:2], np.int32))
+    with pytest.raises(IntegrityError, match="does not continue its state"):
+        world.compactor.apply([Planned(wrong, sequence.blocks, "x")])
+    assert all(torch.equal(a, b) for a, b in zip(before, world.caches, strict=True))
+    assert world.compactor.evicted("x") == 0

@@ -1,0 +1,96 @@
+"""`pack` and `fill`, as references and as kernels: what they move compares byte for byte, and so does all the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import paged_cases as cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nitro.kernels import compact
+
+from .conftest import interpreted
+
+PACK = [
+    pytest.param(compact.pack_ragged, id="kernel", marks=interpreted),
+    pytest.param(compact.pack_ragged_ref, id="ref"),
+]
+FILL = [
+    pytest.param(compact.fill_ragged, id="kernel", marks=interpreted),
+    pytest.param(compact.fill_ragged_ref, id="ref"),
+]
+
+shapes = st.builds(
+    cases.Shape,
+    num_layers=st.integers(1, 2),
+    num_heads=st.integers(1, 2),
+    block_size=st.sampled_from([*cases.BLOCK_SIZES, 7]),
+    head_dim=st.sampled_from(cases.HEAD_DIMS),
+    dtype=st.sampled_from(cases.DTYPES),
+    layout=st.sampled_from(cases.LAYOUTS),
+)
+any_case = shapes.flatmap(lambda shape: st.tuples(st.just(shape), cases.batches(shape, longest=70)))
+
+
+def full(shape: cases.Shape, keep: int) -> np.ndarray:
+    return np.full((shape.num_layers, shape.num_heads), keep, np.int32)
+
+
+@pytest.mark.parametrize("pack", PACK)
+@settings(max_examples=15)
+@given(any_case, st.integers(0, 2**31))
+def test_pack(pack: cases.Stitch, drawn: tuple[cases.Shape, list[cases.Request]], seed: int) -> None:
+    cases.check_stitch(cases.make_case(*drawn, seed=seed), pack, fill=False)
+
+
+@pytest.mark.parametrize("fill", FILL)
+@settings(max_examples=15)
+@given(any_case, st.integers(0, 2**31))
+def test_fill(fill: cases.Stitch, drawn: tuple[cases.Shape, list[cases.Request]], seed: int) -> None:
+    cases.check_stitch(cases.make_case(*drawn, seed=seed), fill, fill=True)
+
+
+@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@interpreted
+def test_every_width(dtype: torch.dtype, head_dim: int) -> None:
+    shape = cases.Shape(num_layers=1, num_heads=1, dtype=dtype, head_dim=head_dim)
+    case = cases.make_case(shape, [cases.Request(21, full(shape, 12))])
+    cases.check_stitch(case, compact.pack_ragged, fill=False)
+    cases.check_stitch(case, compact.fill_ragged, fill=True)
+
+
+@interpreted
+def test_lists_of_several_tiles() -> None:
+    shape = cases.Shape(num_layers=1, num_heads=1)
+    case = cases.make_case(shape, [cases.Request(5000, full(shape, 3000))])
+    cases.check_stitch(case, compact.pack_ragged, fill=False)
+    cases.check_stitch(case, compact.fill_ragged, fill=True)
+
+
+@pytest.mark.parametrize("pack", PACK)
+def test_pack_reads_shared_blocks(pack: cases.Stitch) -> None:
+    shape = cases.Shape()
+    requests = [cases.Request(20, full(shape, 5)), cases.Request(9, full(shape, 9)), cases.Request(11, full(shape, 3))]
+    cases.check_stitch(cases.make_case(shape, requests, share=True), pack, fill=False)
+
+
+@pytest.mark.parametrize("fill", FILL)
+def test_fill_leaves_a_shared_block_without_holes_alone(fill: cases.Stitch) -> None:
+    shape = cases.Shape()
+    requests = [cases.Request(30, full(shape, 12)), cases.Request(19, full(shape, 9)), cases.Request(9, full(shape, 8))]
+    cases.check_stitch(cases.make_case(shape, requests, share=True), fill, fill=True)
+
+
+@interpreted
+def test_fill_stays_within_its_row_where_mask_and_keep_disagree() -> None:
+    shape = cases.Shape()
+    case = cases.make_case(shape, [cases.Request(30, full(shape, 17)), cases.Request(20, full(shape, 20))])
+    case.mask[..., 30:] = 0  # 20 holes and no mover
+    want, got = case.copy("cpu"), case.copy("cpu")
+    compact.fill_ragged_ref(want.layers(), want.batch, want.mask, want.positions)
+    compact.fill_ragged(got.layers(), got.batch, got.mask, got.positions)
+    assert torch.equal(got.memory, want.memory)
+    assert torch.equal(got.positions, want.positions)
