@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 import nitro
 from nitro.collector import Collector
+from nitro.due import DueCalendar
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.planner import BudgetRule
 from nitro.types import Counters, Eviction, StepPlan
@@ -72,6 +76,9 @@ class SchedulerSide:
             # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
             admission = cdiv(self.rule.peak(scheduler.max_model_len, chunk), self.manager.block_size) + 1
         NitroFullAttentionManager.adopt(self.manager, self.collector, admission)
+        NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
+        self.calendar = DueCalendar()
+        self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
@@ -93,17 +100,48 @@ class SchedulerSide:
                 size,
             )
 
-    def plan(self, running: list[Request]) -> list[Eviction]:
+    def plan(self, requests: Mapping[str, Request]) -> list[Eviction]:
         """Evict from every running request that is due, and free what it gives up.
 
         All destinations are fixed before the first block is freed: a freed block is the first to be reused, so that
         otherwise one request's destination could be another one's source within the same step.
+
+        Args:
+            requests: vLLM's, by id; those that cannot be due yet are not looked at.
         """
         free = self.pool.get_num_free_blocks()
-        pending = [found for request in running if (found := self._prepare(request)) is not None]
-        evictions = [self._commit(item) for item in pending]
+        pending: list[_Pending] = []
+        for name in dict.fromkeys([*self.calendar.begin_step(), *self.growing]):
+            request = requests.get(name)
+            if request is None or request.status != RequestStatus.RUNNING:
+                self.growing.pop(name, None)  # it is noticed again when it is scheduled again
+            elif (found := self._prepare(request)) is not None:
+                pending.append(found)
+            else:
+                self._file(request)
+        evictions = []
+        for item in pending:
+            evictions.append(self._commit(item))
+            self._file(item.request)
         self._net_freed += self.pool.get_num_free_blocks() - free
         return evictions
+
+    def notice(self, output: SchedulerOutput) -> None:
+        """Look at requests that have just begun to run, or to run again, from the next step on."""
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for name in (*(data.req_id for data in output.scheduled_new_reqs), *resumed):
+            self.calendar.drop(name)
+            self.growing[name] = None
+
+    def _file(self, request: Request) -> None:
+        """Decide when to look at a request again."""
+        name, computed = request.request_id, request.num_computed_tokens
+        if request.num_tokens - computed > 1:  # more than one token may come in a step
+            self.growing[name] = None
+            return
+        self.growing.pop(name, None)
+        physical = computed - self.collector.evicted(name)
+        self.calendar.file(name, self.rule.gap(computed, physical, request.num_prompt_tokens))
 
     def _prepare(self, request: Request) -> _Pending | None:
         computed = request.num_computed_tokens
@@ -146,6 +184,7 @@ class SchedulerSide:
             keep=item.keep,
             protect=self.rule.protect(computed, item.request.num_prompt_tokens),
             dst_blocks=item.destination,
+            src_blocks=item.block_ids[: cdiv(item.physical, self.manager.block_size)],
         )
 
     def attach(self, evictions: list[Eviction], output: SchedulerOutput) -> None:
@@ -197,8 +236,9 @@ class _NitroSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan this step's evictions, schedule the step, and attach the plans to it."""
         paused = self.pause_state == PauseState.PAUSED_ALL
-        evictions = [] if paused else self.nitro.plan(self.running)
+        evictions = [] if paused else self.nitro.plan(self.requests)
         output = super().schedule(*args, **kwargs)
+        self.nitro.notice(output)
         if evictions:
             self.nitro.attach(evictions, output)
         return output
