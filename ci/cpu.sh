@@ -58,7 +58,8 @@ python_tests() {
   stage python "pytest"
   # Unquoted on purpose: PYTEST_ARGS holds several arguments.
   # shellcheck disable=SC2086
-  pytest -q --durations=10 -m "not gpu and not perf and not slow" --ignore=tests/unit/kernels ${PYTEST_ARGS:-}
+  pytest -q --durations=10 -m "not gpu and not perf and not slow" \
+    --ignore=tests/unit/kernels --ignore=tests/kvpress ${PYTEST_ARGS:-}
 }
 
 # A process of its own: Triton is interpreted or compiled for as long as a process lives, and engines inherit the choice.

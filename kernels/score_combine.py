@@ -25,7 +25,7 @@ from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 Scope = Literal["head", "layer", "model"]
 
-SORTS = (512, 4096)
+SORTS = (512, 2048)
 """Tokens that are sorted at once: the first that all rows fit. Longer ones are merged by search in the sorted tiles."""
 _TILE = 512
 _NOISE = 1e-12  # a variance below this part of the squared mean is rounding

@@ -92,6 +92,6 @@ def test_default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller of them: sorting thousands takes the interpreter a minute."""
     monkeypatch.undo()
     assert score_combine._sort_shape(300) == (512, 2)
-    assert score_combine._sort_shape(600) == score_combine._sort_shape(100_000) == (4096, 16)
+    assert score_combine._sort_shape(600) == score_combine._sort_shape(100_000) == (2048, 8)
     x = cases.make_scores([300], (1, 1), "ties", np.random.default_rng(0), moved=False)
     cases.check_rank_sum(x, (1.0, 1.0), evictable=True)
