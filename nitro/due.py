@@ -33,7 +33,7 @@ class DueCalendar:
             del self._filed[step][name]
 
     def begin_step(self) -> Iterable[str]:
-        """Begin the next step, and return the names that come up in it, in the order they were filed; takes them out."""
+        """Begin the next step, and take out and return the names that come up in it, in the order they were filed."""
         self._step += 1
         names = self._filed.pop(self._step, {})
         for name in names:

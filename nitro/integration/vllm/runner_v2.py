@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -40,7 +41,7 @@ class NitroV2ModelRunner(GPUModelRunner):
         self.nitro_run_starts: dict[str, list[int]] = {}
         # Evicted tokens of each row of vLLM's request table, here and on the device, and the rows that differ.
         self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
-        self._nitro_changed: dict[int, int] = {}
+        self._nitro_changed: set[int] = set()
         self._nitro_evicted_there = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
         self._nitro_physical = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
         self._nitro_logical = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
@@ -74,15 +75,14 @@ class NitroV2ModelRunner(GPUModelRunner):
         super().update_requests(scheduler_output)
         if self._nitro_changed:
             rows = np.fromiter(self._nitro_changed, np.int64, len(self._nitro_changed))
-            values = self._nitro_evicted[rows]
-            rows_there, values_there = to_device([rows, values], self.device)
+            rows_there, values_there = to_device([rows, self._nitro_evicted[rows]], self.device)
             self._nitro_evicted_there[rows_there] = values_there
             self._nitro_changed.clear()
 
     def _nitro_set_evicted(self, row: int, evicted: int) -> None:
         if self._nitro_evicted[row] != evicted:
             self._nitro_evicted[row] = evicted
-            self._nitro_changed[row] = evicted
+            self._nitro_changed.add(row)
 
     def _nitro_apply(self, plan: StepPlan) -> None:
         self.nitro.apply(
@@ -96,7 +96,9 @@ class NitroV2ModelRunner(GPUModelRunner):
                 for eviction in plan.evictions
             ]
         )
-        rows, columns, blocks = [], [], []
+        rows: list[npt.NDArray[np.int64]] = []
+        columns: list[npt.NDArray[np.int64]] = []
+        blocks: list[IntArray] = []
         counts = self.block_tables.num_blocks.np[0]
         for eviction in plan.evictions:
             row = self.req_states.req_id_to_index[eviction.request_id]
@@ -112,15 +114,16 @@ class NitroV2ModelRunner(GPUModelRunner):
         if rows:
             # Directly, not staged: a second round of staged writes in a step would overwrite what the step in flight
             # may still read.
-            where = [np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks)]
-            rows_there, columns_there, blocks_there = to_device(where, self.device)
+            rows_there, columns_there, blocks_there = to_device(
+                [np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks)], self.device
+            )
             self.block_tables.block_tables[0].gpu[rows_there, columns_there] = blocks_there
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """Make lengths and slots physical; positions, and what the sampler looks at, stay logical."""
         lost = self._nitro_evicted[input_batch.idx_mapping_np]
         if not lost.any():
-            return super().prepare_attn(input_batch)  # type: ignore[no-any-return]
+            return super().prepare_attn(input_batch)
         logical = input_batch.positions
         shift_to_slots(
             self._nitro_evicted_there,
@@ -135,15 +138,14 @@ class NitroV2ModelRunner(GPUModelRunner):
         self._nitro_shifted = input_batch
         input_batch.positions = self._nitro_physical[: logical.shape[0]]
         try:
-            return super().prepare_attn(input_batch)  # type: ignore[no-any-return]
+            return super().prepare_attn(input_batch)
         finally:
             input_batch.positions = logical
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample with logical lengths: with physical ones, a request would pass for a prefill that goes on."""
-        state = self.execute_model_state
-        if state is not None and state.input_batch is self._nitro_shifted:
-            batch = state.input_batch
+        state, batch = self.execute_model_state, self._nitro_shifted
+        if state is not None and batch is not None and state.input_batch is batch:
             batch.seq_lens = self._nitro_logical[: batch.num_reqs_after_padding]
         self._nitro_shifted = None
         return super().sample_tokens(*args, **kwargs)

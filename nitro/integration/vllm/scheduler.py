@@ -127,7 +127,10 @@ class SchedulerSide:
         return evictions
 
     def notice(self, output: SchedulerOutput) -> None:
-        """Look at requests that have just begun to run, or to run again, from the next step on."""
+        """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
+        for name in output.finished_req_ids:
+            self.calendar.drop(name)
+            self.growing.pop(name, None)
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         for name in (*(data.req_id for data in output.scheduled_new_reqs), *resumed):
             self.calendar.drop(name)
