@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 import nitro
 from nitro.collector import Collector
 from nitro.due import DueCalendar
-from nitro.errors import UnsupportedError
+from nitro.errors import IntegrityError, UnsupportedError
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.early import NitroKVCacheManager
@@ -147,15 +147,25 @@ class SchedulerSide:
         self.calendar.file(name, self.rule.gap(computed, physical, request.num_prompt_tokens))
 
     def _prepare(self, request: Request) -> _Pending | None:
-        computed = request.num_computed_tokens
-        physical = computed - self.collector.evicted(request.request_id)
+        name, computed = request.request_id, request.num_computed_tokens
+        evicted = self.collector.evicted(name)
+        physical = computed - evicted
         keep = self.rule.target(computed, physical, request.num_prompt_tokens)
         if keep is None:
             return None
-        blocks = self.manager.req_to_blocks[request.request_id]
+        blocks = self.manager.req_to_blocks[name]
+        if evicted:
+            # All its blocks are its own since the first eviction, and in the ledger: survivors stay where they are.
+            ids = self.collector.owned(name)
+            if len(ids) != len(blocks) or ids[0] != blocks[0].block_id or ids[-1] != blocks[-1].block_id:
+                raise IntegrityError(
+                    f"request {name!r} has {len(blocks)} blocks, {blocks[0].block_id} to {blocks[-1].block_id}; the "
+                    f"ledger says {len(ids)}, {ids[0]} to {ids[-1]}. This is a bug in Nitro: please report it"
+                )
+            return _Pending(request, blocks, ids, ids[: cdiv(keep, self.manager.block_size)], physical, keep)
         ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
         reusable = np.fromiter((b.ref_cnt == 1 and b.block_hash is None for b in blocks), np.uint8, len(blocks))
-        destination = self.collector.plan(request.request_id, ids, reusable, physical, keep)
+        destination = self.collector.plan(name, ids, reusable, physical, keep)
         missing = np.flatnonzero(destination < 0)
         short = int(missing.size) - self.pool.get_num_free_blocks()
         if short > 0:
@@ -176,9 +186,15 @@ class SchedulerSide:
         request_id, computed = item.request.request_id, item.request.num_computed_tokens
         epoch = self.collector.epoch(request_id)
         freed = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
-        table = self.pool.blocks
-        item.blocks[:] = [table[i] for i in item.destination]
-        self.pool.free_blocks([table[i] for i in freed])
+        if epoch:  # in place
+            tail = item.blocks[len(item.destination) :]
+            del item.blocks[len(item.destination) :]
+            tail.reverse()
+            self.pool.free_blocks(tail)
+        else:
+            table = self.pool.blocks
+            item.blocks[:] = [table[i] for i in item.destination]
+            self.pool.free_blocks([table[i] for i in freed])
         return Eviction(
             request_id=request_id,
             epoch=epoch,
