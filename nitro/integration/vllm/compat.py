@@ -13,6 +13,8 @@ from nitro.errors import UnsupportedError
 
 TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 """By device type; see docs/benchmarks.md for what was run."""
+TESTED_V2_MINORS: tuple[str, ...] = ()
+"""Those whose V2 model runner (the default on GPUs) was tested."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
@@ -49,6 +51,17 @@ def untested_reason(version: str) -> str | None:
     return (
         f"vLLM {version} was never tested with Nitro on {device_type()} (tested: {', '.join(tested) or 'none'}): "
         f"install one of these, or set {ALLOW_UNTESTED}=1 to try it at your own risk"
+    )
+
+
+def untested_v2_reason(version: str) -> str | None:
+    """Say why this vLLM's V2 model runner is refused, or return None if it is served."""
+    if minor_of(version) in TESTED_V2_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    return (
+        f"the V2 model runner of vLLM {version} was never tested with Nitro (tested: "
+        f"{', '.join(TESTED_V2_MINORS) or 'none'}): set VLLM_USE_V2_MODEL_RUNNER=0, or {ALLOW_UNTESTED}=1 to try it at "
+        "your own risk"
     )
 
 
