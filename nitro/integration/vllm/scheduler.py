@@ -119,10 +119,13 @@ class SchedulerSide:
                 pending.append(found)
             else:
                 self._file(request)
-        evictions = []
+        evictions: list[Eviction] = []
+        freed: list[KVCacheBlock] = []
         for item in pending:
-            evictions.append(self._commit(item))
+            evictions.append(self._commit(item, freed))
             self._file(item.request)
+        if freed:
+            self.pool.free_blocks(freed)
         self._net_freed += self.pool.get_num_free_blocks() - free
         return evictions
 
@@ -182,19 +185,18 @@ class SchedulerSide:
             destination[index] = block.block_id
         return _Pending(request, blocks, ids, destination, physical, keep)
 
-    def _commit(self, item: _Pending) -> Eviction:
+    def _commit(self, item: _Pending, freed: list[KVCacheBlock]) -> Eviction:
+        """Book an eviction and cut the request's block table; adds the blocks that it gives up to ``freed``."""
         request_id, computed = item.request.request_id, item.request.num_computed_tokens
         epoch = self.collector.epoch(request_id)
-        freed = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
+        given_up = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
         if epoch:  # in place
-            tail = item.blocks[len(item.destination) :]
+            freed += item.blocks[: len(item.destination) - 1 : -1]
             del item.blocks[len(item.destination) :]
-            tail.reverse()
-            self.pool.free_blocks(tail)
         else:
             table = self.pool.blocks
             item.blocks[:] = [table[i] for i in item.destination]
-            self.pool.free_blocks([table[i] for i in freed])
+            freed += [table[i] for i in given_up]
         return Eviction(
             request_id=request_id,
             epoch=epoch,

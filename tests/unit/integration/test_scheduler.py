@@ -254,7 +254,13 @@ def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pyte
         def eager(self: SchedulerSide, requests: dict[str, Any]) -> list[Any]:
             running = [request for request in requests.values() if request.status == RequestStatus.RUNNING]
             found = ((request, self._prepare(request)) for request in running)
-            return [self._commit(item) for _, item in found if item is not None]
+            evictions = []
+            for _, item in found:
+                if item is not None:
+                    freed: list[Any] = []
+                    evictions.append(self._commit(item, freed))
+                    self.pool.free_blocks(freed)
+            return evictions
 
         monkeypatch.setattr(SchedulerSide, "plan", eager)
 
