@@ -58,7 +58,7 @@ if wanted sanitize; then
   together "memcheck PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $small" \
     "racecheck compute-sanitizer --tool racecheck --error-exitcode 9 $small"
 fi
-wanted oracle && stage oracle "${pytest[@]}" -m gpu -s tests/gpu/test_oracle_v1.py
+wanted oracle && stage oracle "${pytest[@]}" -m gpu -s tests/gpu/test_oracle.py
 wanted perf && stage perf "${pytest[@]}" -m perf tests/perf
 if wanted bench; then
   for name in kernels naive write; do

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class Eviction:
         keep: slots held after it; ``0 < keep < physical_len``.
         protect: the first slots that always stay (the sinks, or the whole prompt).
         dst_blocks: int32 block ids, ``ceil(keep / block_size)`` of them, that hold the survivors afterwards.
+        src_blocks: int32 block ids, ``ceil(physical_len / block_size)`` of them, that hold the tokens before; for
+            workers that do not remember them.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class Eviction:
     keep: int
     protect: int
     dst_blocks: IntArray
+    src_blocks: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,12 @@ class Outcome:
 
 
 @contextmanager
-def engine(model: Path, scenario: Scenario, mode: Mode, **overrides: Any) -> Iterator[Any]:
-    """Yield a ``vllm.LLM`` with Nitro for a scenario, and shut it down afterwards."""
+def engine(
+    model: Path, scenario: Scenario, mode: Mode, *, runner: Literal["V1", "V2"] = "V1", **overrides: Any
+) -> Iterator[Any]:
+    """Yield a ``vllm.LLM`` with Nitro for a scenario, on one of vLLM's model runners, and shut it down afterwards."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if mode == "in-process" else "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
     if mode == "tp2":  # one core per rank; vLLM binds by NUMA node otherwise, and most machines have one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
     else:

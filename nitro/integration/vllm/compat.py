@@ -13,6 +13,8 @@ from nitro.errors import UnsupportedError
 
 TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 """By device type; see docs/benchmarks.md for what was run."""
+TESTED_V2_MINORS: tuple[str, ...] = ()
+"""Those whose V2 model runner (the default on GPUs) was tested."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
@@ -52,6 +54,17 @@ def untested_reason(version: str) -> str | None:
     )
 
 
+def untested_v2_reason(version: str) -> str | None:
+    """Say why this vLLM's V2 model runner is refused, or return None if it is served."""
+    if minor_of(version) in TESTED_V2_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    return (
+        f"the V2 model runner of vLLM {version} was never tested with Nitro (tested: "
+        f"{', '.join(TESTED_V2_MINORS) or 'none'}): set VLLM_USE_V2_MODEL_RUNNER=0, or {ALLOW_UNTESTED}=1 to try it at "
+        "your own risk"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Hook:
     """A method of vLLM that Nitro overrides, and the first positional parameters that it relies on."""
@@ -76,6 +89,7 @@ def hooks() -> tuple[Hook, ...]:
     """Return every method that Nitro overrides, for the platform that vLLM runs on."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.worker.block_table import BlockTable
@@ -90,6 +104,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(FullAttentionManager, "allocate_new_blocks", ("request_id", "num_tokens", "num_tokens_main_model")),
         Hook(FullAttentionManager, "cache_blocks", ("request", "num_tokens")),
         Hook(FullAttentionManager, "pop_blocks_for_free", ("request_id",)),
+        Hook(KVCacheManager, "allocate_slots", ("request", "num_new_tokens")),
         Hook(BlockPool, "get_new_blocks", ("num_blocks",)),
         Hook(BlockPool, "free_blocks", ("ordered_blocks",)),
         Hook(BlockPool, "evict_blocks", ("block_ids",)),
@@ -104,9 +119,27 @@ def hooks() -> tuple[Hook, ...]:
     )
 
 
+def v2_hooks() -> tuple[Hook, ...]:
+    """Return the methods of the V2 model runner that Nitro overrides or calls."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    return (
+        Hook(GPUModelRunner, "initialize_kv_cache", ("kv_cache_config",)),
+        Hook(GPUModelRunner, "finish_requests", ("scheduler_output",)),
+        Hook(GPUModelRunner, "add_requests", ("scheduler_output",)),
+        Hook(GPUModelRunner, "update_requests", ("scheduler_output",)),
+        Hook(GPUModelRunner, "prepare_attn", ("input_batch",)),
+        Hook(GPUModelRunner, "sample_tokens", ("grammar_output",)),
+        Hook(BlockTables, "append_block_ids", ("req_index", "new_block_ids", "overwrite")),
+        Hook(BlockTables, "apply_staged_writes", ()),
+    )
+
+
 def require_hooks() -> None:
     """Raise UnsupportedError if a method that Nitro overrides is gone or takes other parameters."""
-    faults = [fault for hook in hooks() if (fault := hook.fault())]
+    wanted = hooks() + (v2_hooks() if device_type() == "cuda" else ())
+    faults = [fault for hook in wanted if (fault := hook.fault())]
     if faults:
         raise UnsupportedError(
             f"Nitro does not fit vLLM {vllm_version()}: " + "; ".join(faults) + ". Install a vLLM that Nitro was "

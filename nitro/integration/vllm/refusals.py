@@ -113,11 +113,13 @@ def feature_reasons(config: VllmConfig) -> Iterator[str]:
 
 def platform_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield why this device or model runner cannot be served."""
+    from nitro.integration.vllm.compat import untested_v2_reason, vllm_version
+
     device = str(config.device_config.device_type)
     if device not in ("cpu", "cuda"):
         yield f"device {device!r}: Nitro runs on NVIDIA GPUs and CPUs"
-    if config.use_v2_model_runner:
-        yield "vLLM's V2 model runner is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if config.use_v2_model_runner and (untested := untested_v2_reason(vllm_version())):
+        yield untested
 
 
 def hook_reasons(config: VllmConfig) -> Iterator[str]:

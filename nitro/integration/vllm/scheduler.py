@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 import nitro
 from nitro.collector import Collector
-from nitro.errors import UnsupportedError
+from nitro.due import DueCalendar
+from nitro.errors import IntegrityError, UnsupportedError
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.planner import BudgetRule
 from nitro.types import Counters, Eviction, StepPlan
@@ -72,6 +76,9 @@ class SchedulerSide:
             # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
             admission = cdiv(self.rule.peak(scheduler.max_model_len, chunk), self.manager.block_size) + 1
         NitroFullAttentionManager.adopt(self.manager, self.collector, admission)
+        NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
+        self.calendar = DueCalendar()
+        self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
@@ -93,28 +100,75 @@ class SchedulerSide:
                 size,
             )
 
-    def plan(self, running: list[Request]) -> list[Eviction]:
+    def plan(self, requests: Mapping[str, Request]) -> list[Eviction]:
         """Evict from every running request that is due, and free what it gives up.
 
         All destinations are fixed before the first block is freed: a freed block is the first to be reused, so that
         otherwise one request's destination could be another one's source within the same step.
+
+        Args:
+            requests: vLLM's, by id; those that cannot be due yet are not looked at.
         """
         free = self.pool.get_num_free_blocks()
-        pending = [found for request in running if (found := self._prepare(request)) is not None]
-        evictions = [self._commit(item) for item in pending]
+        pending: list[_Pending] = []
+        for name in dict.fromkeys([*self.calendar.begin_step(), *self.growing]):
+            request = requests.get(name)
+            if request is None or request.status != RequestStatus.RUNNING:
+                self.growing.pop(name, None)  # it is noticed again when it is scheduled again
+            elif (found := self._prepare(request)) is not None:
+                pending.append(found)
+            else:
+                self._file(request)
+        evictions: list[Eviction] = []
+        freed: list[KVCacheBlock] = []
+        for item in pending:
+            evictions.append(self._commit(item, freed))
+            self._file(item.request)
+        if freed:
+            self.pool.free_blocks(freed)
         self._net_freed += self.pool.get_num_free_blocks() - free
         return evictions
 
+    def notice(self, output: SchedulerOutput) -> None:
+        """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
+        for name in output.finished_req_ids:
+            self.calendar.drop(name)
+            self.growing.pop(name, None)
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for name in (*(data.req_id for data in output.scheduled_new_reqs), *resumed):
+            self.calendar.drop(name)
+            self.growing[name] = None
+
+    def _file(self, request: Request) -> None:
+        """Decide when to look at a request again."""
+        name, computed = request.request_id, request.num_computed_tokens
+        if request.num_tokens - computed > 1:  # more than one token may come in a step
+            self.growing[name] = None
+            return
+        self.growing.pop(name, None)
+        physical = computed - self.collector.evicted(name)
+        self.calendar.file(name, self.rule.gap(computed, physical, request.num_prompt_tokens))
+
     def _prepare(self, request: Request) -> _Pending | None:
-        computed = request.num_computed_tokens
-        physical = computed - self.collector.evicted(request.request_id)
+        name, computed = request.request_id, request.num_computed_tokens
+        evicted = self.collector.evicted(name)
+        physical = computed - evicted
         keep = self.rule.target(computed, physical, request.num_prompt_tokens)
         if keep is None:
             return None
-        blocks = self.manager.req_to_blocks[request.request_id]
+        blocks = self.manager.req_to_blocks[name]
+        if evicted:
+            # All its blocks are its own since the first eviction, and in the ledger: survivors stay where they are.
+            ids = self.collector.owned(name)
+            if len(ids) != len(blocks) or ids[0] != blocks[0].block_id or ids[-1] != blocks[-1].block_id:
+                raise IntegrityError(
+                    f"request {name!r} has {len(blocks)} blocks, {blocks[0].block_id} to {blocks[-1].block_id}; the "
+                    f"ledger says {len(ids)}, {ids[0]} to {ids[-1]}. This is a bug in Nitro: please report it"
+                )
+            return _Pending(request, blocks, ids, ids[: cdiv(keep, self.manager.block_size)], physical, keep)
         ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
         reusable = np.fromiter((b.ref_cnt == 1 and b.block_hash is None for b in blocks), np.uint8, len(blocks))
-        destination = self.collector.plan(request.request_id, ids, reusable, physical, keep)
+        destination = self.collector.plan(name, ids, reusable, physical, keep)
         missing = np.flatnonzero(destination < 0)
         short = int(missing.size) - self.pool.get_num_free_blocks()
         if short > 0:
@@ -131,13 +185,18 @@ class SchedulerSide:
             destination[index] = block.block_id
         return _Pending(request, blocks, ids, destination, physical, keep)
 
-    def _commit(self, item: _Pending) -> Eviction:
+    def _commit(self, item: _Pending, freed: list[KVCacheBlock]) -> Eviction:
+        """Book an eviction and cut the request's block table; adds the blocks that it gives up to ``freed``."""
         request_id, computed = item.request.request_id, item.request.num_computed_tokens
         epoch = self.collector.epoch(request_id)
-        freed = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
-        table = self.pool.blocks
-        item.blocks[:] = [table[i] for i in item.destination]
-        self.pool.free_blocks([table[i] for i in freed])
+        given_up = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
+        if epoch:  # in place
+            freed += item.blocks[: len(item.destination) - 1 : -1]
+            del item.blocks[len(item.destination) :]
+        else:
+            table = self.pool.blocks
+            item.blocks[:] = [table[i] for i in item.destination]
+            freed += [table[i] for i in given_up]
         return Eviction(
             request_id=request_id,
             epoch=epoch,
@@ -146,6 +205,7 @@ class SchedulerSide:
             keep=item.keep,
             protect=self.rule.protect(computed, item.request.num_prompt_tokens),
             dst_blocks=item.destination,
+            src_blocks=item.block_ids[: cdiv(item.physical, self.manager.block_size)],
         )
 
     def attach(self, evictions: list[Eviction], output: SchedulerOutput) -> None:
@@ -197,8 +257,9 @@ class _NitroSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan this step's evictions, schedule the step, and attach the plans to it."""
         paused = self.pause_state == PauseState.PAUSED_ALL
-        evictions = [] if paused else self.nitro.plan(self.running)
+        evictions = [] if paused else self.nitro.plan(self.requests)
         output = super().schedule(*args, **kwargs)
+        self.nitro.notice(output)
         if evictions:
             self.nitro.attach(evictions, output)
         return output

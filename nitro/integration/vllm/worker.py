@@ -11,7 +11,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from nitro import policies
 from nitro.compactor import Compactor
-from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin, adopt
+from nitro.integration.vllm.caches import adopt
+from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin
 from nitro.kernel_compactor import SCRATCH_BYTES, positions_bytes
 from nitro.types import to_wire
 
@@ -25,7 +26,15 @@ class NitroWorkerMixin(Worker):
     def init_device(self) -> None:
         """Initialise the device, and take over the model runner before it loads a model."""
         super().init_device()
-        adopt(self.model_runner, self.stock_runner, self.nitro_runner)
+        if getattr(self.vllm_config, "use_v2_model_runner", False):
+            # In a module of its own: importing it where it is not used would take memory and time for nothing.
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner as StockV2ModelRunner
+
+            from nitro.integration.vllm.runner_v2 import NitroV2ModelRunner
+
+            adopt(self.model_runner, StockV2ModelRunner, NitroV2ModelRunner)
+        else:
+            adopt(self.model_runner, self.stock_runner, self.nitro_runner)
 
     @property
     def _nitro(self) -> Compactor:

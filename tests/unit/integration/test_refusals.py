@@ -121,7 +121,7 @@ def test_all_reasons_are_given_at_once(tiny: Callable[[str], Path]) -> None:
 
 
 def test_layers_that_look_at_slots_are_refused_when_the_model_is_loaded() -> None:
-    from nitro.integration.vllm.runner_v1 import _attention_layers
+    from nitro.integration.vllm.caches import _attention_layers
 
     plain = SimpleNamespace(impl=SimpleNamespace(alibi_slopes=None, sliding_window=-1))
     for layer, says in (

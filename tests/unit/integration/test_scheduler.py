@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 import nitro
+from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
 
@@ -232,6 +234,7 @@ def churn(sim: simulation.Simulation, steps: int = 300) -> None:
 )
 def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.request import RequestStatus
 
     from nitro.collector import Collector
     from nitro.integration.vllm.manager import NitroFullAttentionManager
@@ -248,9 +251,16 @@ def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pyte
         )
     else:
 
-        def eager(self: SchedulerSide, running: list[Any]) -> list[Any]:
+        def eager(self: SchedulerSide, requests: dict[str, Any]) -> list[Any]:
+            running = [request for request in requests.values() if request.status == RequestStatus.RUNNING]
             found = ((request, self._prepare(request)) for request in running)
-            return [self._commit(item) for _, item in found if item is not None]
+            evictions = []
+            for _, item in found:
+                if item is not None:
+                    freed: list[Any] = []
+                    evictions.append(self._commit(item, freed))
+                    self.pool.free_blocks(freed)
+            return evictions
 
         monkeypatch.setattr(SchedulerSide, "plan", eager)
 
@@ -261,3 +271,104 @@ def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pyte
     # A read may notice first, or the ledger, or vLLM's own pool.
     with pytest.raises((AssertionError, nitro.IntegrityError, KeyError)):
         run()
+
+
+def mingle(sim: simulation.Simulation, steps: int) -> None:
+    """Random arrivals, lengths, shared prefixes and aborts; some steps are scheduled with nothing to do."""
+    draw, names = sim.random, []
+    for _ in range(steps):
+        if draw.random() < 0.3 and len(sim.scheduler.requests) < 14:
+            shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
+            tokens = [*shared, *prompt(draw.randint(1, 60), draw.randrange(1000))]
+            names.append(sim.add(tokens, draw.randint(1, 90)))
+        if names and draw.random() < 0.03:
+            sim.abort(draw.choice(names))
+        if sim.scheduler.has_requests():
+            sim.step()
+    sim.drain()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("rule", [{}, {"budget": None, "ratio": 0.5}, {"evict_prompt": False}], ids=str)
+def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, rule: dict[str, Any]
+) -> None:
+    sim = simulate(num_blocks=20, seed=lag, lag=lag, **rule)
+    side = sim.scheduler.nitro  # type: ignore[attr-defined]
+    prepare, plan, due, looked = side._prepare, side.plan, 0, 0
+
+    def planned(requests: Any) -> Any:
+        nonlocal due, looked
+        overdue = set()
+        for request in sim.scheduler.running:
+            computed = request.num_computed_tokens
+            physical = computed - side.collector.evicted(request.request_id)
+            if side.rule.target(computed, physical, request.num_prompt_tokens) is not None:
+                overdue.add(request.request_id)
+        seen: set[str] = set()
+
+        def prepared(request: Any) -> Any:
+            assert request.request_id not in seen, "once a step"
+            seen.add(request.request_id)
+            return prepare(request)
+
+        monkeypatch.setattr(side, "_prepare", prepared)
+        evictions = plan(requests)
+        assert overdue <= seen
+        due, looked = due + len(overdue), looked + len(seen)
+        return evictions
+
+    monkeypatch.setattr(side, "plan", planned)
+    mingle(sim, 400)
+    assert due > 30
+    assert looked < sim.steps * 4, "far fewer than all that are running"
+    sim.scheduler.schedule()  # the step that tells who finished last
+    assert len(side.calendar) + len(side.growing) == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("num_blocks", [13, 60])
+def test_early_answers_change_nothing(
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, num_blocks: int
+) -> None:
+    histories, asked = [], []
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr(NitroKVCacheManager, "adopt", lambda *_: False)
+        calls = 0
+        stock = KVCacheManager.allocate_slots
+
+        def counted(self: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return stock(self, *args, **kwargs)
+
+        sim = simulate(num_blocks=num_blocks, seed=7, lag=lag)
+        assert isinstance(sim.scheduler.kv_cache_manager, NitroKVCacheManager) == early
+        history: list[Any] = []
+        step = sim.step
+
+        def recorded(sim: Any = sim, step: Any = step, history: Any = history) -> Any:
+            output = step()
+            plan = getattr(output, PLAN, None)
+            history.append(
+                (
+                    output.num_scheduled_tokens,
+                    [data.block_ids for data in output.scheduled_new_reqs],
+                    output.scheduled_cached_reqs.new_block_ids,
+                    sorted(output.preempted_req_ids or ()),
+                    [(e.request_id, e.keep, e.dst_blocks.tolist()) for e in plan.evictions] if plan else [],
+                    sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                )
+            )
+            return output
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sim, "step", recorded)
+            patched.setattr(KVCacheManager, "allocate_slots", counted)
+            mingle(sim, 300)
+        histories.append(history)
+        asked.append(calls)
+    assert histories[0] == histories[1]
+    assert len(histories[0]) > 200
+    assert asked[0] < asked[1] / 3

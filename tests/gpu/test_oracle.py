@@ -1,4 +1,4 @@
-"""The oracle on a GPU: vLLM's V1 model runner, fp32, Triton attention, asynchronous scheduling on."""
+"""The oracle on a GPU: both of vLLM's model runners, fp32, Triton attention, asynchronous scheduling on."""
 
 from __future__ import annotations
 
@@ -22,31 +22,51 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(params=["V1", "V2"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The V2 runner is refused as long as this file has not been run with it."""
+    monkeypatch.setenv("NITRO_ALLOW_UNTESTED_VLLM", "1")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("name", matrix.SCENARIOS)
-def test_row(tmp_path: Path, name: str, graphs: str) -> None:
+def test_row(tmp_path: Path, name: str, graphs: str, runner: Any) -> None:
     path = models.make_tiny_model(tmp_path / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=1024)
     scenario, faults = matrix.SCENARIOS[name], {}
     reference = models.load_model(path)
     with matrix.engine(
-        path, scenario, "in-process", attention_backend="TRITON_ATTN", gpu_memory_utilization=0.4, **GRAPHS[graphs]
+        path,
+        scenario,
+        "in-process",
+        runner=runner,
+        attention_backend="TRITON_ATTN",
+        gpu_memory_utilization=0.4,
+        **GRAPHS[graphs],
     ) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        assert llm.llm_engine.vllm_config.use_v2_model_runner == (runner == "V2")
         for policy in matrix.POLICIES:
             outcome = matrix.run_cell(llm, reference, scenario, policy)
-            print(f"CELL {name} {graphs} {policy}: {outcome.report}; {outcome.preemptions} preemptions")
+            print(f"CELL {runner} {name} {graphs} {policy}: {outcome.report}; {outcome.preemptions} preemptions")
             if found := outcome.faults(scenario, tie=NOISE, logprob_error=NOISE):
                 faults[policy] = found
     assert not faults
 
 
-def test_noise_floor(tmp_path: Path) -> None:
+def test_noise_floor(tmp_path: Path, runner: Any) -> None:
     path = models.make_tiny_model(tmp_path / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=1024)
     scenario = matrix.variant(matrix.SCENARIOS["plain"], budget=480)  # no request grows that long
     with matrix.engine(
-        path, scenario, "in-process", attention_backend="TRITON_ATTN", gpu_memory_utilization=0.4, **GRAPHS["eager"]
+        path,
+        scenario,
+        "in-process",
+        runner=runner,
+        attention_backend="TRITON_ATTN",
+        gpu_memory_utilization=0.4,
+        **GRAPHS["eager"],
     ) as llm:
         outcome = matrix.run_cell(llm, models.load_model(path), scenario, "keydiff")
-    print(f"CELL without evictions: {outcome.report}")
+    print(f"CELL {runner} without evictions: {outcome.report}")
     assert outcome.report.evictions == 0
     assert outcome.report.max_logprob_error < NOISE

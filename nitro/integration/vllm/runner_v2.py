@@ -1,0 +1,151 @@
+"""vLLM's V2 model runner (its default on GPUs) with eviction.
+
+Block tables, lengths and positions live on the GPU there, some of them at addresses that captured graphs read. So a row
+of the block table is cut by its length, lengths are made physical in place, and what the sampler looks at is put back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from nitro.compactor import Compactor, Planned
+from nitro.integration.vllm.caches import stable_id, take_over
+from nitro.integration.vllm.scheduler import PLAN
+from nitro.kernels.paged import to_device
+from nitro.kernels.shift import shift_to_slots
+from nitro.types import IntArray, StepPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class NitroV2ModelRunner(GPUModelRunner):
+    """Compacts before a step reads the cache, and shows attention the slots that are held instead of all tokens."""
+
+    nitro: Compactor
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """Allocate the caches, then take them over."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if kwargs.get("is_profiling") or (args and args[0] is True):
+            return
+        self.nitro = take_over(self)
+        self.nitro_run_starts: dict[str, list[int]] = {}
+        # Evicted tokens of each row of vLLM's request table, here and on the device, and the rows that differ.
+        self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
+        self._nitro_changed: set[int] = set()
+        self._nitro_evicted_there = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        self._nitro_physical = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
+        self._nitro_logical = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        self._nitro_shifted: InputBatch | None = None
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget what was evicted from requests that finished or were preempted."""
+        super().finish_requests(scheduler_output)
+        for request_id in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
+            self.nitro.forget(request_id)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Begin with whole caches, except for the next parts of streamed inputs, which keep theirs."""
+        known = self.req_states.req_id_to_index
+        continued = {data.req_id for data in scheduler_output.scheduled_new_reqs if data.req_id in known}
+        super().add_requests(scheduler_output)
+        for data in scheduler_output.scheduled_new_reqs:
+            request_id = data.req_id
+            if request_id not in continued:
+                self.nitro.forget(request_id)
+                if self.nitro.records is not None:
+                    self.nitro_run_starts.setdefault(request_id, []).append(len(data.prefill_token_ids))
+            self._nitro_set_evicted(self.req_states.req_id_to_index[request_id], self.nitro.evicted(request_id))
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Compact before vLLM appends this step's new blocks, and before it zeroes or copies any."""
+        # A block that a plan frees may already belong to somebody else in this very step.
+        plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
+        if plan is not None:
+            self._nitro_apply(plan)
+        super().update_requests(scheduler_output)
+        if self._nitro_changed:
+            rows = np.fromiter(self._nitro_changed, np.int64, len(self._nitro_changed))
+            rows_there, values_there = to_device([rows, self._nitro_evicted[rows]], self.device)
+            self._nitro_evicted_there[rows_there] = values_there
+            self._nitro_changed.clear()
+
+    def _nitro_set_evicted(self, row: int, evicted: int) -> None:
+        if self._nitro_evicted[row] != evicted:
+            self._nitro_evicted[row] = evicted
+            self._nitro_changed.add(row)
+
+    def _nitro_apply(self, plan: StepPlan) -> None:
+        self.nitro.apply(
+            [
+                Planned(
+                    eviction,
+                    eviction.src_blocks.tolist(),
+                    stable_id(eviction.request_id),
+                    max(len(self.nitro_run_starts.get(eviction.request_id, ())) - 1, 0),
+                )
+                for eviction in plan.evictions
+            ]
+        )
+        rows: list[npt.NDArray[np.int64]] = []
+        columns: list[npt.NDArray[np.int64]] = []
+        blocks: list[IntArray] = []
+        counts = self.block_tables.num_blocks.np[0]
+        for eviction in plan.evictions:
+            row = self.req_states.req_id_to_index[eviction.request_id]
+            number = len(eviction.dst_blocks)
+            # The row on the device still has all blocks, the first of which stay: this cuts it, and new ones follow.
+            counts[row] = number
+            differ = np.flatnonzero(eviction.src_blocks[:number] != eviction.dst_blocks)
+            if differ.size:
+                rows.append(np.full(differ.size, row, np.int64))
+                columns.append(differ.astype(np.int64))
+                blocks.append(eviction.dst_blocks[differ])
+            self._nitro_set_evicted(row, self.nitro.evicted(eviction.request_id))
+        if rows:
+            # Directly, not staged: a second round of staged writes in a step would overwrite what the step in flight
+            # may still read.
+            rows_there, columns_there, blocks_there = to_device(
+                [np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks)], self.device
+            )
+            self.block_tables.block_tables[0].gpu[rows_there, columns_there] = blocks_there
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Make lengths and slots physical; positions, and what the sampler looks at, stay logical."""
+        lost = self._nitro_evicted[input_batch.idx_mapping_np]
+        if not lost.any():
+            return super().prepare_attn(input_batch)
+        logical = input_batch.positions
+        shift_to_slots(
+            self._nitro_evicted_there,
+            input_batch.idx_mapping,
+            input_batch.query_start_loc,
+            logical,
+            self.input_buffers.seq_lens,
+            self._nitro_physical,
+            self._nitro_logical,
+        )
+        input_batch.seq_lens_cpu_upper_bound[: len(lost)] -= torch.from_numpy(lost)
+        self._nitro_shifted = input_batch
+        input_batch.positions = self._nitro_physical[: logical.shape[0]]
+        try:
+            return super().prepare_attn(input_batch)
+        finally:
+            input_batch.positions = logical
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample with logical lengths: with physical ones, a request would pass for a prefill that goes on."""
+        state, batch = self.execute_model_state, self._nitro_shifted
+        if state is not None and batch is not None and state.input_batch is batch:
+            batch.seq_lens = self._nitro_logical[: batch.num_reqs_after_padding]
+        self._nitro_shifted = None
+        return super().sample_tokens(*args, **kwargs)
