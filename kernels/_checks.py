@@ -36,6 +36,13 @@ def check_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...
         raise ValueError(f"{name} is on {x.device}, must be on {device}: move it")
 
 
+def check_array(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise as ``check_tensor`` does, and ValueError unless ``x`` is contiguous."""
+    check_tensor(name, x, dtype, shape, device)
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}: make it contiguous")
+
+
 def check_ragged(name: str, x: Tensor, dtype: torch.dtype, batch: RaggedBatch) -> None:
     """Raise unless ``x`` is a ragged array ``[L, H, total]`` of ``batch`` whose slots are contiguous."""
     check_tensor(name, x, dtype, (-1, -1, batch.total), batch.device)
@@ -74,6 +81,4 @@ def check_row_lengths(layers: PagedLayers, batch: RaggedBatch, *, destinations: 
 def check_positions(layers: PagedLayers, positions: Tensor) -> None:
     """Raise unless ``positions`` is a contiguous int32 ``[L, num_blocks, H, block_size]`` beside the caches."""
     shape = (layers.num_layers, layers.num_blocks, layers.num_kv_heads, layers.block_size)
-    check_tensor("positions", positions, torch.int32, shape, layers.device)
-    if not positions.is_contiguous():
-        raise ValueError(f"positions has strides {positions.stride()}: make it contiguous")
+    check_array("positions", positions, torch.int32, shape, layers.device)

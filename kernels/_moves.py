@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_tensor
+from nitro.kernels._checks import check_array
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import VECTOR_BYTES, PagedLayers, RaggedBatch
 
@@ -26,9 +26,7 @@ def scratch_for(mask: Tensor, batch: RaggedBatch, scratch: Tensor | None) -> tup
     """Return room for the lists of moves, and for their lengths ``[R, L, H]``."""
     if scratch is None:
         scratch = torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
-    check_tensor("scratch", scratch, torch.int32, tuple(mask.shape), mask.device)
-    if not scratch.is_contiguous():
-        raise ValueError(f"scratch has strides {scratch.stride()}: make it contiguous")
+    check_array("scratch", scratch, torch.int32, tuple(mask.shape), mask.device)
     return scratch, torch.empty(batch.num_requests, *mask.shape[:2], dtype=torch.int32, device=mask.device)
 
 

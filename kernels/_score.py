@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_device, check_positions, check_tables, check_tensor
+from nitro.kernels._checks import check_array, check_device, check_positions, check_tables
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
@@ -18,6 +18,9 @@ REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Caches that can be scored, and Triton's names for them."""
 
+HEAD_DIMS = range(2, 257)
+"""Head dimensions that can be scored."""
+
 WHOLE = 4096
 """Slots of the longest row that one program takes as a whole where rows are added up."""
 CHUNK = 1024
@@ -25,6 +28,11 @@ CHUNK = 1024
 
 _MIN_TILE = 16
 _PROGRAMS = 8192  # rows are shared by several programs while there are fewer than this: a few for each processor
+
+
+def can_score(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether there are kernels for caches of this dtype and head dimension."""
+    return dtype in DTYPES and head_dim in HEAD_DIMS
 
 
 def cdiv(a: int, b: int) -> int:
@@ -148,7 +156,7 @@ def check_paged(
         raise TypeError(
             f"caches of {layers.dtype} can't be scored: use float16, bfloat16 or float32, or a policy that reads none"
         )
-    if reads and not 2 <= layers.head_dim <= 256:
+    if reads and layers.head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim={layers.head_dim} must be 2 to 256 to be scored")
     check_tables(layers, batch)
     if reference:
@@ -163,13 +171,6 @@ def check_out(layers_heads: tuple[int, int], batch: RaggedBatch, out: Tensor | N
         return torch.empty(shape, dtype=torch.float32, device=batch.device)
     check_array("out", out, torch.float32, shape, batch.device)
     return out
-
-
-def check_array(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise as ``check_tensor`` does, and ValueError unless ``x`` is contiguous."""
-    check_tensor(name, x, dtype, shape, device)
-    if not x.is_contiguous():
-        raise ValueError(f"{name} has strides {x.stride()}: make it contiguous")
 
 
 def check_order(order: Tensor | None, layers_heads: tuple[int, int], batch: RaggedBatch) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_device, check_positions, check_tables, check_tensor
+from nitro.kernels._checks import check_array, check_device, check_positions, check_tables
 from nitro.kernels._moves import MOVE_WARPS, word_constexprs
+from nitro.kernels._score import splits_of
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _SLOTS = 256
 """Slots that one program stamps together: an eviction's new slots are few."""
-_PROGRAMS = 4096  # rows are shared by several programs while there are fewer
 
 
 def copy_blocks(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> None:
@@ -79,7 +79,7 @@ def stamp_positions(layers: PagedLayers, batch: RaggedBatch, positions: Tensor, 
     if batch.total:
         from nitro.kernels._triton.blocks import stamp_kernel
 
-        splits = max(1, min(-(-batch.max_length // _SLOTS), -(-_PROGRAMS // rows)))
+        splits = splits_of(batch, rows, _SLOTS)
         stamp_kernel[(rows * splits,)](
             positions,
             batch.block_tables,
@@ -112,18 +112,14 @@ def stamp_positions_ref(
 
 def _check_copy(layers: PagedLayers, positions: Tensor, pairs: Tensor) -> None:
     check_positions(layers, positions)
-    check_tensor("pairs", pairs, torch.int32, (2, -1), layers.device)
-    if not pairs.is_contiguous():
-        raise ValueError(f"pairs has strides {pairs.stride()}: make it contiguous")
+    check_array("pairs", pairs, torch.int32, (2, -1), layers.device)
 
 
 def _check_stamp(layers: PagedLayers, batch: RaggedBatch, positions: Tensor, first: Tensor, shift: Tensor) -> None:
     check_tables(layers, batch)
     check_positions(layers, positions)
     for name, x in (("first", first), ("shift", shift)):
-        check_tensor(name, x, torch.int32, (batch.num_requests,), layers.device)
-        if not x.is_contiguous():
-            raise ValueError(f"{name} has stride {x.stride(0)}: make it contiguous")
+        check_array(name, x, torch.int32, (batch.num_requests,), layers.device)
 
 
 def _copy_constexprs(head_dim: int, itemsize: int, block_size: int, *, aligned: bool) -> dict[str, object]:

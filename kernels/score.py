@@ -9,6 +9,7 @@ the request alone. ``NAME_ref`` is the reference of ``NAME`` in PyTorch.
 
 from __future__ import annotations
 
+from nitro.kernels._score import can_score
 from nitro.kernels.score_combine import (
     Scope,
     logical_order,
@@ -45,6 +46,7 @@ from nitro.kernels.score_slots import (
 
 __all__ = [
     "Scope",
+    "can_score",
     "gravity",
     "gravity_ref",
     "keydiff",

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_device, check_positions, check_tables
+from nitro.kernels._checks import check_array, check_device, check_positions, check_tables
 from nitro.kernels._score import (
     REQUESTS,
     by_slot,
-    check_array,
     check_order,
     check_out,
     dense_positions,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nitro.kernels._checks import check_array
 from nitro.kernels._score import (
     cache_variant,
-    check_array,
     check_moved,
     check_paged,
     dense_positions,

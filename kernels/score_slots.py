@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nitro.kernels._checks import check_array
 from nitro.kernels._score import (
     REQUESTS,
     cache_variant,
-    check_array,
     check_moved,
     check_paged,
     dense_positions,

@@ -27,17 +27,11 @@ SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
 _BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
 _TRIAL_LAYERS = 2
-_ALL = slice(None)
 
 
 def positions_bytes(num_kv_heads: int, block_size: int) -> int:
     """Return what the logical positions of one block of one layer take, in bytes."""
     return num_kv_heads * block_size * 4
-
-
-def can_score(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether there are kernels for caches of this dtype and head dimension."""
-    return dtype in (torch.float16, torch.bfloat16, torch.float32) and 2 <= head_dim <= 256
 
 
 def _drawn_like(cache: Tensor, blocks: int) -> Tensor:
@@ -114,7 +108,8 @@ class KernelCompactor(Compactor):
         positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
         positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
         batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])
-        x = self._ragged(batch, [length], [length], [0], newest_last=True)
+        (logical,) = to_device([np.array([length], np.int32)], keys.device)
+        x = self._ragged(batch, [length], [length], logical, [0], newest_last=True)
         for newest_last in (True, False):
             x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
             checked_score_ragged(policy, x)
@@ -129,7 +124,7 @@ class KernelCompactor(Compactor):
             keep = min(max(self.sinks + self.window, length // 2), length)
             for newest_last in (True, False):
                 batch = self._batch([table], [length], [keep], [min(self.sinks, length)])
-                self._evict_by_parts(batch, [0], [length], [length], [0], [0], newest_last)
+                self._evict(batch, [0], [length], [length], [0], [0], newest_last)
         pair = torch.tensor([[0], [min(1, self.layers.num_blocks - 1)]], dtype=torch.int32, device=self.layers.device)
         copy_blocks(self.layers, self.positions, pair)
         logger.info("compiled the kernels of policy %s in %.1f s", policy.name, time.monotonic() - started)
@@ -195,7 +190,7 @@ class KernelCompactor(Compactor):
         )
         keys, logical = [item.key for item in group], [e.logical_len for e in evictions]
         shift = [known.evicted for known in held]
-        self._evict_by_parts(batch, first, lengths, logical, shift, keys, newest_last)
+        self._evict(batch, first, lengths, logical, shift, keys, newest_last)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
@@ -207,42 +202,24 @@ class KernelCompactor(Compactor):
         batch: RaggedBatch,
         lengths: Sequence[int],
         logical: Sequence[int],
+        logical_there: Tensor,
         keys: Sequence[int],
         newest_last: bool,
-        part: slice = _ALL,
     ) -> RaggedInput:
-        whole = part == _ALL
         return RaggedInput(
-            layers=self.layers if whole else self.layers.part(part.start, part.stop),
+            layers=self.layers,
             batch=batch,
-            positions=self.positions if whole else self.positions[part],
-            layer_ids=self.layer_ids if whole else self.layer_ids[part],
+            positions=self.positions,
+            layer_ids=self.layer_ids,
             head_ids=self.head_ids,
             request_keys=keys,
             lengths=lengths,
             logical_lens=logical,
-            logical_lengths=to_device([np.asarray(logical, np.int32)], self.layers.device)[0],
+            logical_lengths=logical_there,
             newest_last=newest_last,
             sinks=self.sinks,
             seed=self.seed,
         )
-
-    def _evict_by_parts(
-        self,
-        batch: RaggedBatch,
-        first: Sequence[int],
-        lengths: Sequence[int],
-        logical: Sequence[int],
-        shift: Sequence[int],
-        keys: Sequence[int],
-        newest_last: bool,
-    ) -> None:
-        """Evict in all layers, in as many at a time as have room for what they need beside the cache."""
-        num_layers = self.layers.num_layers
-        step = self._layers_at_once(batch.total)
-        for start in range(0, num_layers, step):
-            part = _ALL if step == num_layers else slice(start, min(start + step, num_layers))
-            self._evict(batch, first, lengths, logical, shift, keys, newest_last, part)
 
     def _evict(
         self,
@@ -253,20 +230,32 @@ class KernelCompactor(Compactor):
         shift: Sequence[int],
         keys: Sequence[int],
         newest_last: bool,
-        part: slice = _ALL,
     ) -> None:
-        first_there, shift_there = to_device([np.asarray(x, np.int32) for x in (first, shift)], self.layers.device)
-        x = self._ragged(batch, lengths, logical, keys, newest_last, part)
-        layers, positions = x.layers, x.positions
-        stamp_positions(layers, batch, positions, first_there, shift_there)
+        """Evict in all layers, in as many at a time as have room for what they need beside the cache."""
+        numbers = [np.asarray(x, np.int32) for x in (first, shift, logical)]
+        first_there, shift_there, logical_there = to_device(numbers, self.layers.device)
+        x = self._ragged(batch, lengths, logical, logical_there, keys, newest_last)
+        num_layers, step = self.layers.num_layers, self._layers_at_once(batch.total)
+        for start in range(0, num_layers, step):
+            stop = min(start + step, num_layers)
+            part = x if step == num_layers else self._part(x, start, stop)
+            stamp_positions(part.layers, batch, part.positions, first_there, shift_there)
+            self._evict_part(part)
+
+    @staticmethod
+    def _part(x: RaggedInput, start: int, stop: int) -> RaggedInput:
+        layers, part = x.layers.part(start, stop), slice(start, stop)
+        return dataclasses.replace(x, layers=layers, positions=x.positions[part], layer_ids=x.layer_ids[part])
+
+    def _evict_part(self, x: RaggedInput) -> None:
         scores = checked_score_ragged(self.policy, x)
-        chosen = batch
-        if not newest_last:
+        chosen = x.batch
+        if not x.newest_last:
             # The window is not in its place, as the sinks are, since nothing moves those.
-            force_newest(layers, batch, scores, x.logical_lengths, positions)
-            chosen = dataclasses.replace(batch, window=0)
+            force_newest(x.layers, x.batch, scores, x.logical_lengths, x.positions)
+            chosen = dataclasses.replace(x.batch, window=0)
         mask, _ = select_ragged(scores, chosen)
-        fill_ragged(layers, batch, mask, positions, scratch=scores.view(torch.int32))
+        fill_ragged(x.layers, x.batch, mask, x.positions, scratch=scores.view(torch.int32))
 
     def _kept(self, item: Planned) -> IntArray:
         """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""

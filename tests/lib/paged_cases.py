@@ -32,6 +32,17 @@ class Shape:
     layout: str = "nhd"
 
 
+any_shape = st.builds(
+    Shape,
+    num_layers=st.integers(1, 2),
+    num_heads=st.integers(1, 2),
+    block_size=st.sampled_from([*BLOCK_SIZES, 7]),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(LAYOUTS),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request of a batch: its length, and how many slots stay in each (layer, KV head)."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_device
-from nitro.kernels._score import check_array
+from nitro.kernels._checks import check_array, check_device
 from nitro.kernels._triton.variants import Variant
 
 _TILE = 256

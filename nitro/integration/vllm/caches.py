@@ -16,8 +16,9 @@ from nitro.dense_compactor import DenseCompactor
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
-from nitro.kernel_compactor import KernelCompactor, can_score
+from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
+from nitro.kernels.score import can_score
 from nitro.planner import BudgetRule
 
 if TYPE_CHECKING:

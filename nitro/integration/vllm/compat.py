@@ -116,6 +116,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BlockTable, "compute_slot_mapping", ("num_reqs", "query_start_loc", "positions")),
         Hook(BlockTable, "clear_row", ("row_idx",)),
         Hook(BlockTable, "append_row", ("block_ids", "row_idx")),
+        *(v2_hooks() if device_type() == "cuda" else ()),
     )
 
 
@@ -138,8 +139,7 @@ def v2_hooks() -> tuple[Hook, ...]:
 
 def require_hooks() -> None:
     """Raise UnsupportedError if a method that Nitro overrides is gone or takes other parameters."""
-    wanted = hooks() + (v2_hooks() if device_type() == "cuda" else ())
-    faults = [fault for hook in wanted if (fault := hook.fault())]
+    faults = [fault for hook in hooks() if (fault := hook.fault())]
     if faults:
         raise UnsupportedError(
             f"Nitro does not fit vLLM {vllm_version()}: " + "; ".join(faults) + ". Install a vLLM that Nitro was "

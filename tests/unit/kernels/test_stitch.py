@@ -22,16 +22,7 @@ FILL = [
     pytest.param(compact.fill_ragged_ref, id="ref"),
 ]
 
-shapes = st.builds(
-    cases.Shape,
-    num_layers=st.integers(1, 2),
-    num_heads=st.integers(1, 2),
-    block_size=st.sampled_from([*cases.BLOCK_SIZES, 7]),
-    head_dim=st.sampled_from(cases.HEAD_DIMS),
-    dtype=st.sampled_from(cases.DTYPES),
-    layout=st.sampled_from(cases.LAYOUTS),
-)
-any_case = shapes.flatmap(lambda shape: st.tuples(st.just(shape), cases.batches(shape, longest=70)))
+any_case = cases.any_shape.flatmap(lambda shape: st.tuples(st.just(shape), cases.batches(shape, longest=70)))
 
 
 def full(shape: cases.Shape, keep: int) -> np.ndarray:
