@@ -13,9 +13,9 @@ from nitro.kernels._checks import check_array
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import VECTOR_BYTES, PagedLayers, RaggedBatch
 
-LIST_TILES = (512, 4096)
-"""Slots that one program lists together: the first for requests that are no longer, the last for all others."""
-_SLOTS_PER_WARP = 512
+LIST_SHAPES = ((512, 512, 4), (16 * 1024, 1024, 1), (2**62, 4096, 8))
+"""Longest request, the slots that one program lists together, and its warps. Many rows share a multiprocessor where a
+program is one warp, which is the fastest; the longest requests are too few for that."""
 MOVE_BYTES = 16 * 1024  # that one program moves together: 128 bytes in flight for each of its threads
 MOVE_WARPS = 4
 LONG_FACTOR = 2  # programs of this many times the bytes and warps, which look ahead, move rows that take several rounds
@@ -32,8 +32,7 @@ def scratch_for(mask: Tensor, batch: RaggedBatch, scratch: Tensor | None) -> tup
 
 def list_shape(max_length: int) -> tuple[int, int]:
     """Return the slots per tile, and the warps that list them."""
-    tile = next((tile for tile in LIST_TILES if tile >= max_length), LIST_TILES[-1])
-    return tile, tile // _SLOTS_PER_WARP
+    return next((tile, warps) for longest, tile, warps in LIST_SHAPES if max_length <= longest)
 
 
 def word_constexprs(
@@ -104,8 +103,7 @@ def variants() -> list[Variant]:
 
     array = {"mask": "*u8", "moves": "*i32", "num_moves": "*i32", "lengths": "*i32", "offsets": "*i64"}
     found = []
-    for length in LIST_TILES:
-        tile, num_warps = list_shape(length)
+    for _, tile, num_warps in LIST_SHAPES:
         found += [
             Variant(f"list_pack-{tile}", list_pack_kernel, array, {"BLOCK": tile}, num_warps),
             Variant(f"list_fill-{tile}", list_fill_kernel, array | {"keep": "*i32"}, {"BLOCK": tile}, num_warps),

@@ -25,7 +25,7 @@ from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
-_TILE_BYTES = 1024  # keys, and as many values, that a warp loads at a time; it holds them and their sums in float32
+_TILE_BYTES = 4096  # keys, and as many values, that are loaded at a time; they and their sums are held in float32
 _PULLED = 64  # slots whose pulls a program computes at a time
 
 
@@ -131,11 +131,12 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
-    warps = 8 if split or head_dim > 128 else 4
+    widest = split or head_dim > 128  # these need the registers of more warps
+    warps = 8 if widest else 4 if head_dim <= 64 else 2
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
+        **tile_shape(dtype, head_dim, _TILE_BYTES * 2 if widest else _TILE_BYTES),
         "WINDOW": 32,
-        "PULLED": _PULLED * 2 if split else _PULLED,
+        "PULLED": 2 * _PULLED if split else _PULLED // 2 if warps == 2 else _PULLED,
         "SPLIT": split,
         "CHANNELS": 16,
         # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.

@@ -29,7 +29,7 @@ _LAST_SHIFT = 31
 _MASK = 2**64 - 1
 
 _TILE_BYTES = 16384  # that a program loads at a time: enough in flight with a few programs on each processor
-_SLOTS = 1024  # per tile of the kernels that read no keys or values
+_SLOTS = 512  # per tile of the kernels that read no keys or values
 
 
 def knorm(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = None) -> Tensor:

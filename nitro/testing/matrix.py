@@ -182,21 +182,37 @@ def engine(
             cleanup_dist_env_and_memory()
 
 
-def run_cell(llm: Any, reference: PreTrainedModel, scenario: Scenario, policy: str, seed: int = 0) -> Outcome:
-    """Run a scenario's requests under a policy on a running engine, and hold the result against the oracle."""
+def run_cell(
+    llm: Any,
+    reference: PreTrainedModel,
+    scenario: Scenario,
+    policy: str,
+    seed: int = 0,
+    prompts: list[list[int]] | None = None,
+) -> Outcome:
+    """Run a scenario's requests under a policy on a running engine, and hold the result against the oracle.
+
+    Args:
+        llm: the engine, a ``vllm.LLM``.
+        reference: the oracle's model.
+        scenario: what runs.
+        policy: Nitro's, from now on.
+        seed: of the prompts.
+        prompts: token ids, instead of the scenario's random ones.
+    """
     from vllm import SamplingParams
 
     llm.collective_rpc("nitro_set_policy", args=(policy,))
     llm.collective_rpc("nitro_record", args=(True,))
     llm.reset_prefix_cache()
-    prompts = [{"prompt_token_ids": ids} for ids in scenario.tokens(seed)]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts or scenario.tokens(seed)]
     sampling = SamplingParams(
         temperature=0.0, max_tokens=scenario.max_tokens, ignore_eos=True, detokenize=False, logprobs=0
     )
-    waves = [prompts]
+    waves = [inputs]
     if scenario.shared_prefix:
         # Prefixes are published as they are computed; the second wave finds them, while the first was already evicted.
-        waves = [prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]]
+        waves = [inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]]
     outputs = [out for wave in waves for out in llm.generate(wave, sampling, use_tqdm=False)]
     recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
     generated = [Generated.from_vllm(out) for out in outputs]

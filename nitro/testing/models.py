@@ -119,9 +119,15 @@ def _init_weights(model: PreTrainedModel, seed: int) -> None:
             normal(parameter, unit)
 
 
-def load_model(path: Path) -> PreTrainedModel:
-    """A model directory as the oracle needs it: fp32, on the CPU, for inference."""
+def load_model(path: Path, *, rounded_to: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    """A model directory as the oracle needs it: in fp32, for inference.
+
+    Args:
+        path: the directory.
+        rounded_to: the dtype in which the engine has the weights; the oracle's are rounded to it, too.
+        device: where it runs.
+    """
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=rounded_to, local_files_only=True)
+    return model.float().to(device).eval()

@@ -95,15 +95,16 @@ def _compare(
         Mismatch(request_id, run, index + i, int(expected[i]), int(answers[i]), float(gaps[i]))
         for i in (expected != answers).nonzero()[:, 0].tolist()
     )
-    error = 0.0
+    errors = torch.zeros(1)
     if logprobs is not None:
-        error = float((logits.log_softmax(-1).gather(1, answers[:, None])[:, 0] - logprobs).abs().max())
+        errors = (logits.log_softmax(-1).gather(1, answers[:, None])[:, 0] - logprobs).abs()
     return Report(
         tokens_compared=len(answers),
         mismatches=mismatches,
         differs_from_full=int((full.argmax(-1) != answers).sum()),
         min_gap=float((top.values[:, 0] - top.values[:, 1]).min()),
-        max_logprob_error=error,
+        max_logprob_error=float(errors.max()),
+        sum_logprob_error=float(errors.sum()),
     )
 
 

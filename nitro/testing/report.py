@@ -69,6 +69,7 @@ class Report:
         min_gap: smallest distance of the oracle's two highest logits; how near a tie the comparison came.
         max_logprob_error: largest distance between the engine's and the oracle's log-probability of a generated token;
             0 where the engine's were not given.
+        sum_logprob_error: the sum of these distances.
     """
 
     tokens_compared: int = 0
@@ -78,6 +79,12 @@ class Report:
     evictions: int = 0
     min_gap: float = math.inf
     max_logprob_error: float = 0.0
+    sum_logprob_error: float = 0.0
+
+    @property
+    def mean_logprob_error(self) -> float:
+        """The mean distance between the log-probabilities of a generated token; 0 where the engine's were not given."""
+        return self.sum_logprob_error / max(self.tokens_compared, 1)
 
     def __add__(self, other: Report) -> Report:
         return Report(
@@ -88,6 +95,7 @@ class Report:
             self.evictions + other.evictions,
             min(self.min_gap, other.min_gap),
             max(self.max_logprob_error, other.max_logprob_error),
+            self.sum_logprob_error + other.sum_logprob_error,
         )
 
     def __str__(self) -> str:
@@ -95,5 +103,5 @@ class Report:
             f"{len(self.mismatches)} of {self.tokens_compared} tokens differ from the oracle "
             f"({self.tokens_after_eviction} after an eviction, {self.evictions} evictions); "
             f"{self.differs_from_full} differ from full attention; smallest logit gap {self.min_gap:.2e}, "
-            f"largest log-probability error {self.max_logprob_error:.2e}"
+            f"log-probability error {self.max_logprob_error:.2e} at most, {self.mean_logprob_error:.2e} in the mean"
         )

@@ -127,6 +127,7 @@ def attention_tasks(setup: Setup) -> Iterator[Task]:
     shape, device = setup.shape, setup.layers.device
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
     except Exception as error:  # vLLM raises what it likes where its extension does not fit
         raise UnavailableError(f"needs vLLM's FlashAttention, which can't be imported: {error!r}") from error
     size, width = shape.block_size, 2 * shape.head_dim
@@ -180,7 +181,7 @@ def attention_tasks(setup: Setup) -> Iterator[Task]:
             assert torch.allclose(got[request], want, atol=2e-2, rtol=2e-2)
 
     nbytes = int(lengths.sum()) * shape.heads * width * setup.layers.dtype.itemsize * shape.model_layers
-    for version in (3, 2) if torch.cuda.get_device_capability(device)[0] == 9 else (2,):
+    for version in filter(is_fa_version_supported, (3, 2)):
         yield Task(
             f"{ATTENTION} (FA{version})",
             lambda version=version: [attend(cache, version) for cache in caches],

@@ -13,7 +13,7 @@ from nitro.errors import UnsupportedError
 
 TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 """By device type; see docs/benchmarks.md for what was run."""
-TESTED_V2_MINORS: tuple[str, ...] = ()
+TESTED_V2_MINORS: tuple[str, ...] = ("0.26",)
 """Those whose V2 model runner (the default on GPUs) was tested."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 

@@ -50,6 +50,13 @@ def test_any_batch(shape: cases.Shape, check: cases.Check, data: st.DataObject) 
     check(data.draw(cases.cases(longest=400, most=5, device="cuda", shape=shape)))
 
 
+@pytest.mark.parametrize("lag", [128, 1000])
+def test_lagkv_ranks_long_parts(lag: int) -> None:
+    """Ranks are a permutation only if a score that is computed for several layouts has the same bits in each."""
+    shape = cases.Shape(1, 2, 16, 128, torch.bfloat16, "nhd")
+    cases.check_lagkv(cases.make_case(shape, [3000, 1500, 700], device="cuda"), 4, lag)
+
+
 @pytest.mark.parametrize(
     ("shape", "rotary", "interleaved", "dtype", "scale"),
     [
