@@ -127,7 +127,7 @@ def serve(suite: Suite, engine: Engine, model: str, connection: Connection) -> N
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from vllm import LLM
 
-    sizes = [*range(1, 8), *range(8, 256, 8), *range(256, most + 1, 64)]
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, *range(256, most + 1, 128)]
     started = time.perf_counter()
     arguments: dict[str, Any] = {
         "load_format": "dummy",
