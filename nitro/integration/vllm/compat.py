@@ -98,6 +98,7 @@ def hooks() -> tuple[Hook, ...]:
 
     return (
         Hook(EngineArgs, "create_engine_config", ()),
+        input_processor_hook(),
         Hook(Scheduler, "schedule", ()),
         Hook(Scheduler, "make_stats", ()),
         Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
@@ -118,6 +119,13 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BlockTable, "append_row", ("block_ids", "row_idx")),
         *(v2_hooks() if device_type() == "cuda" else ()),
     )
+
+
+def input_processor_hook() -> Hook:
+    """Return the method of vLLM's front-end that Nitro wraps."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return Hook(InputProcessor, "process_inputs", ("request_id", "prompt", "params"))
 
 
 def v2_hooks() -> tuple[Hook, ...]:
