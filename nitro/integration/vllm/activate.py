@@ -96,7 +96,7 @@ def wrap_engine_args() -> None:
     """Wrap ``EngineArgs.create_engine_config`` once: settings are checked before, and applied after it.
 
     A process that makes a configuration may go on to serve requests, so their check is put in place, too. (Not before:
-    the plugin is loaded in every worker, where importing vLLM's front-end would take a second and memory for nothing.)
+    the plugin is loaded in every worker, where importing vLLM's front-end would take seconds and memory for nothing.)
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -110,9 +110,9 @@ def wrap_engine_args() -> None:
         config = original(self, *args, **kwargs)
         if settings is not None:
             activate(config, settings)
-        from nitro.integration.vllm.frontend import wrap_input_processor
+        from nitro.integration.vllm.frontend import wrap_front_end
 
-        wrap_input_processor()
+        wrap_front_end()
         return config
 
     create_engine_config._nitro = True  # type: ignore[attr-defined]

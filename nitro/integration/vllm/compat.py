@@ -98,7 +98,7 @@ def hooks() -> tuple[Hook, ...]:
 
     return (
         Hook(EngineArgs, "create_engine_config", ()),
-        input_processor_hook(),
+        *front_end_hooks(),
         Hook(Scheduler, "schedule", ()),
         Hook(Scheduler, "make_stats", ()),
         Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
@@ -121,11 +121,15 @@ def hooks() -> tuple[Hook, ...]:
     )
 
 
-def input_processor_hook() -> Hook:
-    """Return the method of vLLM's front-end that Nitro wraps."""
+def front_end_hooks() -> tuple[Hook, ...]:
+    """Return the methods of vLLM's front-end that Nitro wraps."""
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    return Hook(InputProcessor, "process_inputs", ("request_id", "prompt", "params"))
+    return (
+        Hook(InputProcessor, "process_inputs", ("request_id", "prompt", "params")),
+        Hook(AsyncLLM, "generate", ("prompt", "sampling_params")),
+    )
 
 
 def v2_hooks() -> tuple[Hook, ...]:

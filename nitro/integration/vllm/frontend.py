@@ -9,12 +9,16 @@ from vllm.exceptions import VLLMValidationError
 
 from nitro.errors import SettingsError
 from nitro.integration.vllm.activate import KEY, is_nitro, settings_in
-from nitro.integration.vllm.compat import input_processor_hook
+from nitro.integration.vllm.compat import front_end_hooks
 from nitro.request_settings import RequestSettings
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
 
@@ -63,23 +67,34 @@ def check_request(config: VllmConfig, params: object) -> None:
         raise RequestSettingsError(str(error)) from None
 
 
-def wrap_input_processor() -> None:
-    """Wrap ``InputProcessor.process_inputs`` once, which each request passes on its way to an engine.
+def wrap_front_end() -> None:
+    """Wrap, once, the methods through which requests come in; in a vLLM where they have changed, none.
 
-    A vLLM whose method has other parameters is left alone; Nitro does not start on it (see ``compat.require_hooks``).
+    All requests that vLLM makes pass ``InputProcessor.process_inputs``. A server, however, gets there when it has begun a
+    streamed answer with status 200; it calls ``AsyncLLM.generate`` before. (Nitro does not start on a vLLM where they
+    have changed, see ``compat.require_hooks``; and there this must not break what works without Nitro.)
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    original = InputProcessor.process_inputs
-    if getattr(original, "_nitro", False) or input_processor_hook().fault():
+    process, generate = InputProcessor.process_inputs, AsyncLLM.generate
+    if hasattr(process, "_nitro") or any(hook.fault() for hook in front_end_hooks()):
         return
 
-    @functools.wraps(original)
-    def process_inputs(
+    @functools.wraps(process)
+    def checked_process(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
         check_request(self.vllm_config, params)
-        return original(self, request_id, prompt, params, *args, **kwargs)
+        return process(self, request_id, prompt, params, *args, **kwargs)
 
-    process_inputs._nitro = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs
+    @functools.wraps(generate)
+    def checked_generate(
+        self: AsyncLLM, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        check_request(self.vllm_config, sampling_params)
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    checked_process._nitro = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = checked_process
+    AsyncLLM.generate = checked_generate

@@ -13,6 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 import nitro
@@ -88,15 +89,16 @@ def test_requests_that_say_nothing_are_left_alone(process: Process, extra: Any, 
 
 def test_wrapped_once_and_only_what_is_known(monkeypatch: pytest.MonkeyPatch, processors: object) -> None:
     assert processors
-    wrapped = InputProcessor.process_inputs
-    frontend.wrap_input_processor()
-    assert InputProcessor.process_inputs is wrapped
+    wrapped = InputProcessor.process_inputs, AsyncLLM.generate
+    frontend.wrap_front_end()
+    assert (InputProcessor.process_inputs, AsyncLLM.generate) == wrapped
 
     def changed(self: InputProcessor, prompt: Any, params: Any) -> None: ...
 
     monkeypatch.setattr(InputProcessor, "process_inputs", changed)
-    frontend.wrap_input_processor()
+    frontend.wrap_front_end()
     assert InputProcessor.process_inputs is changed, "another vLLM's method is left alone"
+    assert AsyncLLM.generate is wrapped[1]
     with pytest.raises(nitro.UnsupportedError, match="process_inputs takes"):
         compat.require_hooks()
 
@@ -139,8 +141,6 @@ def test_llm_generate(tiny: Callable[[str], Path]) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_async_llm_generate(tiny: Callable[[str], Path]) -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     arguments = AsyncEngineArgs(
         model=str(tiny("llama-gqa")),
         skip_tokenizer_init=True,
