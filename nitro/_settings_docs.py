@@ -40,16 +40,18 @@ with the JSON object in it (Python takes the string, too):
 
 _REQUEST_END = """\
 Set at most one of `budget` and `ratio`; it takes the place of the server's, whichever of the two that is. `null` is the
-same as leaving a key out (except for `enabled`). {server_only} are the server's: the evictions of a step are scored
-together, for all requests. `budget` must be at least the server's `sinks` plus `window`.
+same as leaving a key out (except for `enabled`). `budget` must be at least the server's `sinks` plus `window`. A step's
+evictions are scored together, for all requests, and so these are always the server's:
+{server_only}.
 
-What is wrong is refused before the engine sees the request: HTTP status 400, or a `ValueError` in Python, with the same
-kind of message as at start-up; other requests do not notice. A server without Nitro that has the plugin installed refuses
-any `"nitro"` entry, rather than keep the whole cache for a request that asked for less, or the other way round. An invalid
-request that gets past the check, since the caller gave the engine a request that vLLM's own input processor has not seen,
-is served with the server's settings, and the engine's log has one warning. All samples of a request (`n` > 1) have its
-settings. In a streamed input session the latest part's settings hold from then on; what is gone does not come back. Beam
-search does not hand them on in vLLM, and so runs with the server's.
+What is wrong is refused before the engine sees the request: with HTTP status 400, or a `ValueError` in Python, and with
+a message like those at start-up; other requests do not notice. Where the plugin is installed but Nitro is not switched
+on, any `"nitro"` entry is refused: whoever asks for a budget should know that there is none.
+
+All samples of a request (`n` > 1) have its settings, and a request that is preempted keeps them. In a streamed input
+session those of the latest part hold from then on; what is gone does not come back. vLLM's beam search does not hand
+them on, so that its requests have the server's. So do requests with wrong settings that were put before the engine
+ready-made (an `EngineCoreRequest`), unchecked; the engine's log warns once.
 """
 
 

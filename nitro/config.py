@@ -117,10 +117,7 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
     if {"budget", "sinks", "window"} <= settings.keys() and settings["budget"] is not None:
         budget, least = settings["budget"], settings["sinks"] + settings["window"]
         if budget < least:
-            return [
-                f"budget={budget} is below sinks + window = {least}: "
-                f"raise budget to at least {least}{otherwise}"
-            ]
+            return [f"budget={budget} is below sinks + window = {least}: raise budget to at least {least}{otherwise}"]
     return []
 
 

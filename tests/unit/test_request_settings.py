@@ -77,16 +77,15 @@ names = st.sampled_from([*REQUEST_RULES, *SERVER_ONLY, "budgt", ""]) | st.text(m
 
 @given(st.dictionaries(names, json_values, max_size=5) | json_values)
 def test_anything_else_is_a_settings_error(asked: object) -> None:
-    # Anything at all that a client may send; no other exception may come out of it, since a server would answer with 500.
+    # Whatever a client sends, no other exception may come out of it, since a server would answer with 500.
     for form in (asked, json.dumps(asked)):
         try:
             found = RequestSettings.parse(form, SERVER)
-        except SettingsError as error:
-            assert str(error).startswith("nitro settings of a request")
-        else:
-            assert found.budget is None or found.budget >= 20
-            assert found.ratio is None or 0 < found.ratio < 1
-            assert found.budget is None or found.ratio is None
+        except SettingsError:
+            continue
+        assert found.budget is None or found.budget >= 20
+        assert found.ratio is None or 0 < found.ratio < 1
+        assert found.budget is None or found.ratio is None
 
 
 @given(st.integers(-5, 5), st.integers(0, 50), st.integers(1, 50))

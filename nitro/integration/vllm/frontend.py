@@ -58,8 +58,8 @@ def check_request(config: VllmConfig, params: object) -> None:
     server = settings_in(config.additional_config) if active else None
     if server is None:
         raise RequestSettingsError(
-            f"the request has an entry {KEY!r}, but this engine runs without Nitro: remove the entry, or start vLLM with "
-            f'--additional-config \'{{"{KEY}": {{...}}}}\''
+            f"the request has an entry {KEY!r}, but this engine runs without Nitro: remove the entry, or start vLLM "
+            f"with --additional-config '{{\"{KEY}\": {{...}}}}'"
         )
     try:
         RequestSettings.parse(asked, server)
@@ -70,8 +70,8 @@ def check_request(config: VllmConfig, params: object) -> None:
 def wrap_front_end() -> None:
     """Wrap, once, the methods through which requests come in; in a vLLM where they have changed, none.
 
-    All requests that vLLM makes pass ``InputProcessor.process_inputs``. A server, however, gets there when it has begun a
-    streamed answer with status 200; it calls ``AsyncLLM.generate`` before. (Nitro does not start on a vLLM where they
+    All requests that vLLM makes pass ``InputProcessor.process_inputs``. A server, however, gets there when it has begun
+    a streamed answer with status 200; it calls ``AsyncLLM.generate`` before. (Nitro does not start on a vLLM where they
     have changed, see ``compat.require_hooks``; and there this must not break what works without Nitro.)
     """
     from vllm.v1.engine.async_llm import AsyncLLM

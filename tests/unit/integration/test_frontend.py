@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,8 @@ def tokens(seed: int, length: int = 100) -> dict[str, Any]:
 
 def sampling(own: object = None, **changes: Any) -> SamplingParams:
     extra = None if own is None else {"nitro": own}
-    return SamplingParams(
-        **{"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "detokenize": False, "extra_args": extra, **changes}
-    )
+    greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(extra_args=extra, **{**greedy, **changes})
 
 
 @pytest.mark.engine
@@ -130,10 +130,8 @@ def test_llm_generate(tiny: Callable[[str], Path]) -> None:
             use_tqdm=False,
         )
         assert outputs[0].outputs[0].token_ids == alone, "a refused request leaves nothing behind"
-        (recording,) = [Recording.combine(llm.collective_rpc("nitro_take_recording"))]
-        counts: dict[int, int] = {}
-        for record in recording.records_by_rank[0]:
-            counts[record.kept.shape[-1]] = counts.get(record.kept.shape[-1], 0) + 1
+        recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
+        counts = Counter(record.kept.shape[-1] for record in recording.records_by_rank[0])
         # 159 tokens are computed: at 100, and then as often as slack (24) tokens have come.
         assert counts == {72: 1 + 59 // 24, 40: 3 * (1 + 59 // 24)}
 

@@ -196,13 +196,15 @@ def test_reset_of_the_prefix_cache_preempts_evicted_requests(simulate: Make) -> 
 
 
 def steps_until_the_second_runs(sim: simulation.Simulation, *nitro: object) -> int:
-    """Add two requests of 220 tokens, which are prefilled in chunks of 32, one after the other, in a pool of 16 blocks."""
+    """Add two requests of 220 tokens, which are prefilled in chunks of 32, one after the other, to a pool of 16 blocks.
+
+    Returns in which step the second one is admitted.
+    """
     for number, asked in enumerate(nitro):
         sim.add(prompt(220, number), 30, asked)
-    for steps in range(1, 100):
+    while not any(request.request_id == "r2" for request in sim.scheduler.running):
         sim.step()
-        if any(request.request_id == "r2" for request in sim.scheduler.running):
-            break
+    steps = sim.steps
     sim.drain()
     assert sim.preemptions == 0
     return steps
