@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -42,7 +41,7 @@ class RequestRules:
         if not extra or (asked := extra.get(KEY)) is None:
             return self.default
         try:
-            return self._parsed(asked if isinstance(asked, str) else json.dumps(asked))
+            return self._parsed(asked if isinstance(asked, str) else tuple(asked.items()))
         except Exception as error:
             if not self._warned:
                 self._warned = True
@@ -54,5 +53,6 @@ class RequestRules:
                 )
             return self.default
 
-    def _parse(self, text: str) -> BudgetRule:
-        return self.default.for_request(RequestSettings.parse(text, self._settings))
+    def _parse(self, asked: str | tuple[tuple[str, Any], ...]) -> BudgetRule:
+        own = RequestSettings.parse(asked if isinstance(asked, str) else dict(asked), self._settings)
+        return self.default.for_request(own)
