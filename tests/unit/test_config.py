@@ -249,7 +249,7 @@ def test_documentation_is_up_to_date() -> None:
     path = ROOT / "docs" / "settings.md"
     assert path.read_text(encoding="utf-8") == settings_markdown(), (
         "regenerate docs/settings.md: python -c 'from nitro._settings_docs import *; print(settings_markdown(), "
-        "end=\"\")' > docs/settings.md"
+        'end="")\' > docs/settings.md'
     )
 
 
