@@ -33,14 +33,21 @@ RULES: dict[str, Rule] = {
 }
 
 
-def explain(error: ErrorDetails) -> str:
-    """Return one of pydantic's errors in terms of the settings."""
+REQUEST_RULES: dict[str, Rule] = {
+    "enabled": Rule("a boolean", "true or false", "false"),
+    **{name: RULES[name] for name in ("budget", "ratio", "slack", "evict_prompt")},
+}
+"""Of what a request may say for itself."""
+
+
+def explain(error: ErrorDetails, rules: Mapping[str, Rule] = RULES) -> str:
+    """Return one of pydantic's errors in terms of the settings that have these rules."""
     key, *inner = error["loc"]
     value = error["input"]
-    if error["type"] in ("extra_forbidden", "invalid_key") or key not in RULES:
-        hint = did_you_mean(key, RULES) if isinstance(key, str) else ""
-        return f"unknown key {key!r} (value {show(value)}){hint or ':'} known keys are {', '.join(sorted(RULES))}"
-    rule = RULES[str(key)]
+    if error["type"] in ("extra_forbidden", "invalid_key") or key not in rules:
+        hint = did_you_mean(key, rules) if isinstance(key, str) else ""
+        return f"unknown key {key!r} (value {show(value)}){hint or ':'} known keys are {', '.join(sorted(rules))}"
+    rule = rules[str(key)]
     if "[key]" in inner:
         return f"{key} has the key {show(value)}, {kind_of(value)}: the name of an option must be a string"
     if inner:
@@ -79,11 +86,13 @@ def show(value: object) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
+    except RecursionError:
+        text = "..."
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def report(problems: list[str]) -> str:
+def report(problems: list[str], about: str = "nitro settings") -> str:
     """Return the message of a SettingsError that has these problems, at least one."""
     if len(problems) == 1:
-        return f"nitro settings: {problems[0]}"
-    return f"nitro settings: {len(problems)} problems" + "".join(f"\n  - {problem}" for problem in problems)
+        return f"{about}: {problems[0]}"
+    return f"{about}: {len(problems)} problems" + "".join(f"\n  - {problem}" for problem in problems)

@@ -5,9 +5,8 @@ Importing this module imports neither torch nor vLLM: vLLM's front-end parses th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,25 +15,29 @@ from nitro._suggest import nearest
 from nitro.errors import SettingsError
 
 OptionValue = bool | int | float | str
+Budget = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(gt=0, lt=1)]
+Slack = Annotated[int, Field(ge=1)]
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Settings(BaseModel):
     """What a user sets. Use `Settings.parse` on anything that a user wrote: its errors are the readable ones."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
     policy: str = Field("keydiff", description="The rule that scores tokens; `docs/policies.md` describes each one.")
     policy_options: dict[str, OptionValue] = Field(default_factory=dict, description="The policy's own options.")
-    budget: int | None = Field(
-        None, ge=1, description="Tokens that a request may hold in each layer and KV head after an eviction."
+    budget: Budget | None = Field(
+        None, description="Tokens that a request may hold in each layer and KV head after an eviction."
     )
-    ratio: float | None = Field(
-        None, gt=0, lt=1, description="Retention ratio: the share of a request's tokens that stay after an eviction."
+    ratio: Ratio | None = Field(
+        None, description="Retention ratio: the share of a request's tokens that stay after an eviction."
     )
     sinks: int = Field(4, ge=0, description="The first tokens of a request, which always stay.")
     window: int = Field(32, ge=1, description="The newest tokens of a request, which always stay.")
-    slack: int = Field(
-        64, ge=1, description="How many tokens a request may grow beyond what it may keep before it is compacted."
+    slack: Slack = Field(
+        64, description="How many tokens a request may grow beyond what it may keep before it is compacted."
     )
     evict_prompt: bool = Field(
         True,
@@ -45,7 +48,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        problems = _contradictions(dict(self))
+        problems = contradictions(dict(self))
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -66,7 +69,7 @@ class Settings(BaseModel):
                 f'nitro settings must be a JSON object, e.g. {{"policy": "keydiff", "budget": 512}}; '
                 f"got {show(obj)}, {kind_of(obj)}"
             )
-        values = {name: obj.get(name, default) for name, default in _defaults().items()}
+        values = {name: obj.get(name, default) for name, default in defaults().items()}
         try:
             settings = cls.model_validate(dict(obj))
             problems: list[str] = []
@@ -77,7 +80,7 @@ class Settings(BaseModel):
             problems = [explain(d) for d in reversed(details.values())]
             doubtful = {nearest(str(loc[0]), RULES) for loc in details}
             # Pydantic compares settings once all are sound by themselves; to report all, compare those that are.
-            problems += _contradictions({name: value for name, value in values.items() if name not in doubtful})
+            problems += contradictions({name: value for name, value in values.items() if name not in doubtful})
         if not doubtful & {"policy", "policy_options"}:
             problems += _policy_problems(values["policy"], values["policy_options"])
         if problems:
@@ -89,12 +92,18 @@ class Settings(BaseModel):
         return self.model_dump(mode="json", exclude_none=True)
 
 
-def _defaults() -> dict[str, Any]:
+def defaults() -> dict[str, Any]:
+    """Return each setting's default by name."""
     return {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
 
 
-def _contradictions(settings: Mapping[str, Any]) -> list[str]:
-    """What is wrong between settings that are sound one by one; those in doubt are left out of the mapping."""
+def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower sinks or window") -> list[str]:
+    """Return what is wrong between settings that are sound one by one.
+
+    Args:
+        settings: by name; leave out those in doubt, about which nothing is said then.
+        otherwise: what can be done about a budget that is too small, other than raise it.
+    """
     if settings.get("budget") is not None and settings.get("ratio") is not None:
         return [
             f"budget={settings['budget']} and ratio={settings['ratio']} are both set, "
@@ -108,10 +117,7 @@ def _contradictions(settings: Mapping[str, Any]) -> list[str]:
     if {"budget", "sinks", "window"} <= settings.keys() and settings["budget"] is not None:
         budget, least = settings["budget"], settings["sinks"] + settings["window"]
         if budget < least:
-            return [
-                f"budget={budget} is below sinks + window = {least}: "
-                f"raise budget to at least {least}, or lower sinks or window"
-            ]
+            return [f"budget={budget} is below sinks + window = {least}: raise budget to at least {least}{otherwise}"]
     return []
 
 
@@ -123,26 +129,3 @@ def _policy_problems(policy: str, options: Mapping[str, OptionValue]) -> list[st
     except SettingsError as error:
         return [str(error)]
     return []
-
-
-def settings_markdown() -> str:
-    """Return the text of ``docs/settings.md``."""
-    lines = [
-        "# Settings",
-        "",
-        'Settings are the `"nitro"` object of vLLM\'s `--additional-config` (or `LLM(additional_config=...)`):',
-        "",
-        '    vllm serve MODEL --additional-config \'{"nitro": {"policy": "keydiff", "budget": 512}}\'',
-        "",
-        'Set exactly one of `budget` and `ratio`. Unknown keys, wrong types (`"512"` is not `512`) and',
-        "contradictions are errors at start-up, before weights load.",
-        "",
-        "| name | type | default | bound | meaning |",
-        "|---|---|---|---|---|",
-    ]
-    for name, default in _defaults().items():
-        rule, meaning = RULES[name], Settings.model_fields[name].description
-        shown = "unset" if default is None else f"`{json.dumps(default)}`"
-        lines.append(f"| `{name}` | {rule.type.split(' ', 1)[1]} | {shown} | {rule.bound} | {meaning} |")
-    lines += ["", "This file is generated from the settings model (`nitro.config.settings_markdown`)."]
-    return "\n".join(lines) + "\n"

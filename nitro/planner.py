@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nitro.config import Settings
+    from nitro.request_settings import RequestSettings
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetRule:
-    """The budget of every request, derived from the settings; pure arithmetic on lengths in tokens.
+    """The budget of requests, derived from the settings; pure arithmetic on lengths in tokens.
 
     With ``evict_prompt`` false the prompt is protected and comes on top of the budget, so that the rule can always
-    be met, however long the prompt is.
+    be met, however long the prompt is. With neither ``budget`` nor ``ratio`` nothing is ever evicted.
     """
 
     budget: int | None
@@ -37,12 +38,31 @@ class BudgetRule:
             evict_prompt=settings.evict_prompt,
         )
 
+    def for_request(self, asked: RequestSettings) -> BudgetRule:
+        """Return the rule of a request that has settings of its own, on a server that has this rule."""
+        if not asked.enabled:
+            return replace(self, budget=None, ratio=None)
+        own = asked.budget is not None or asked.ratio is not None
+        return replace(
+            self,
+            budget=asked.budget if own else self.budget,
+            ratio=asked.ratio if own else self.ratio,
+            slack=self.slack if asked.slack is None else asked.slack,
+            evict_prompt=self.evict_prompt if asked.evict_prompt is None else asked.evict_prompt,
+        )
+
+    @property
+    def never(self) -> bool:
+        """Whether requests under this rule keep all their tokens."""
+        return self.budget is None and self.ratio is None
+
     def keep(self, logical: int, prompt: int) -> int:
         """Return the tokens that stay when a request of ``logical`` computed tokens is compacted."""
         base = 0 if self.evict_prompt else min(prompt, logical)
         if self.budget is not None:
             return base + self.budget
-        assert self.ratio is not None
+        if self.ratio is None:
+            return logical
         return base + max(math.ceil(self.ratio * (logical - base)), self.sinks + self.window)
 
     def protect(self, logical: int, prompt: int) -> int:

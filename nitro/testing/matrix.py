@@ -7,6 +7,8 @@ engine, since the scheduler's counts do not depend on them; so one engine serves
 from __future__ import annotations
 
 import gc
+import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +54,7 @@ class Scenario:
         blocks: of the pool; few of them force preemptions.
         prefix_caching: whether it is on.
         settings: of Nitro.
+        requests: what each request asks for itself (None: nothing), one a prompt; empty where none asks for anything.
     """
 
     name: str
@@ -63,6 +66,23 @@ class Scenario:
     max_model_len: int = 512
     prefix_caching: bool = False
     settings: dict[str, Any] | None = None
+    requests: tuple[dict[str, Any] | str | None, ...] = ()
+
+    def asked(self, index: int) -> dict[str, Any]:
+        """Return the settings under which a request is served: its own before the server's."""
+        server = self.settings or _SETTINGS
+        own = self.requests[index] if self.requests else None
+        own = json.loads(own) if isinstance(own, str) else own or {}
+        replaced = {"budget", "ratio"} if {"budget", "ratio"} & own.keys() else set()
+        return {"enabled": True, **{k: v for k, v in server.items() if k not in replaced}, **own}
+
+    def keep(self, index: int, logical_len: int) -> int:
+        """Return how many tokens of a request stay after an eviction: what the settings say, not what the code does."""
+        asked = self.asked(index)
+        spared = 0 if asked.get("evict_prompt", True) else min(self.prompts[index], logical_len)
+        if asked.get("budget") is not None:
+            return spared + int(asked["budget"])
+        return spared + max(math.ceil(asked["ratio"] * (logical_len - spared)), asked["sinks"] + asked["window"])
 
     def tokens(self, seed: int) -> list[list[int]]:
         """Return the prompts' token ids, the same for the same seed."""
@@ -86,6 +106,15 @@ SCENARIOS = {
             "all", (70, 150, 75, 130, 95, 140, 80, 120), 90, shared_prefix=66, chunk=64, blocks=9, max_model_len=256,
             prefix_caching=True,
         ),
+        Scenario(
+            "mixed", (150, 160, 145, 155, 90, 170, 140, 165), 70, shared_prefix=66, chunk=64, blocks=14,
+            max_model_len=256, prefix_caching=True,
+            requests=(
+                None, {"budget": 40, "slack": 10}, {"enabled": False}, {"ratio": 0.5},
+                {"evict_prompt": False, "budget": 24}, '{"budget": 100, "slack": 16}', {"slack": 1},
+                {"ratio": 0.3, "slack": 12},
+            ),
+        ),
     )
 }  # fmt: skip
 
@@ -101,6 +130,7 @@ class Outcome:
         prompt_evictions: evictions that happened before a prompt was complete.
         pool_whole: whether every block was free afterwards.
         left_over: requests that some worker still remembers.
+        kept: per request, for each of its evictions, the tokens it had (evicted ones included) and how many stayed.
     """
 
     report: Report
@@ -109,6 +139,7 @@ class Outcome:
     prompt_evictions: int
     pool_whole: bool
     left_over: int
+    kept: tuple[tuple[tuple[int, int], ...], ...]
 
     def faults(self, scenario: Scenario, *, tie: float = TIE, logprob_error: float = LOGPROB_ERROR) -> list[str]:
         """Return what is wrong, or what was not exercised although the scenario is there for it."""
@@ -120,8 +151,7 @@ class Outcome:
             found.append(
                 f"log-probabilities differ by up to {self.report.max_logprob_error:.1e} (bound {logprob_error})"
             )
-        if self.report.evictions < len(scenario.prompts):
-            found.append(f"only {self.report.evictions} evictions for {len(scenario.prompts)} requests")
+        found += self._wrong_counts(scenario)
         if self.report.differs_from_full < self.report.tokens_after_eviction // 4:
             found.append(
                 f"only {self.report.differs_from_full} tokens differ from full attention: the test has no power"
@@ -137,6 +167,17 @@ class Outcome:
         if self.left_over:
             found.append(f"workers still remember {self.left_over} requests")
         return found
+
+    def _wrong_counts(self, scenario: Scenario) -> Iterator[str]:
+        for index, evictions in enumerate(self.kept):
+            asked = scenario.asked(index)
+            if bool(evictions) != asked["enabled"]:
+                yield f"request {index} has {len(evictions)} evictions, although it asked for {asked}"
+                continue
+            wrong = [(had, kept) for had, kept in evictions if kept != scenario.keep(index, had)]
+            if wrong:
+                had, kept = wrong[0]
+                yield f"request {index} kept {kept} of {had} tokens, but asked for {scenario.keep(index, had)}: {asked}"
 
 
 @contextmanager
@@ -206,14 +247,21 @@ def run_cell(
     llm.collective_rpc("nitro_record", args=(True,))
     llm.reset_prefix_cache()
     inputs = [{"prompt_token_ids": ids} for ids in prompts or scenario.tokens(seed)]
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=scenario.max_tokens, ignore_eos=True, detokenize=False, logprobs=0
-    )
-    waves = [inputs]
-    if scenario.shared_prefix:
-        # Prefixes are published as they are computed; the second wave finds them, while the first was already evicted.
-        waves = [inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]]
-    outputs = [out for wave in waves for out in llm.generate(wave, sampling, use_tqdm=False)]
+    sampling = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=scenario.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            extra_args={"nitro": own} if own is not None else None,
+        )
+        for own in scenario.requests or [None] * len(inputs)
+    ]
+    # Prefixes are published as they are computed; the second wave finds them, while the first was already evicted.
+    middle = len(inputs) // 2 if scenario.shared_prefix else len(inputs)
+    waves = [slice(0, middle), slice(middle, None)]
+    outputs = [out for w in waves if inputs[w] for out in llm.generate(inputs[w], sampling[w], use_tqdm=False)]
     recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
     generated = [Generated.from_vllm(out) for out in outputs]
     report = check_recording(reference, recording, generated)
@@ -228,6 +276,10 @@ def run_cell(
         prompt_evictions=sum(r.logical_len < lengths[r.request_id] for r in recording.records_by_rank[0]),
         pool_whole=pool_whole,
         left_over=sum(part["requests"] for part in llm.collective_rpc("nitro_stats")),
+        kept=tuple(
+            tuple((record.logical_len, record.kept.shape[-1]) for record in recording.of(g.request_id)[0][0])
+            for g in generated
+        ),
     )
 
 

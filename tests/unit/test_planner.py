@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nitro.planner import BudgetRule
+from nitro.request_settings import RequestSettings
 
 
 def rules() -> st.SearchStrategy[BudgetRule]:
@@ -53,6 +54,19 @@ def test_budget(physical: int, expected: int | None) -> None:
     rule = BudgetRule(512, None, 4, 32, 64, evict_prompt=True)
     assert rule.target(5000, physical, 4000) == expected
     assert rule.protect(5000, 4000) == 4
+
+
+@given(rules(), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 2000), st.booleans())
+def test_a_request_that_switches_eviction_off_is_never_due(
+    rule: BudgetRule, logical: int, prompt: int, evicted: int, evict_prompt: bool
+) -> None:
+    asked = RequestSettings(enabled=False, budget=64, evict_prompt=evict_prompt)
+    off = rule.for_request(asked)
+    assert off.never
+    assert not rule.never
+    assert off.target(logical, logical, prompt) is None
+    assert off.target(logical + evicted, logical, prompt) is None, "nor if it once was under another rule"
+    assert off.peak(logical, 64) == logical
 
 
 def test_ratio_rounds_up_and_keeps_sinks_and_window() -> None:

@@ -1,4 +1,4 @@
-"""Put Nitro's scheduler and worker into vLLM's configuration: the only thing of vLLM that is wrapped."""
+"""Put Nitro's scheduler and worker into vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def activate(config: VllmConfig, settings: Settings) -> None:
     length = config.model_config.max_model_len
     if settings.budget is not None and settings.budget + settings.slack > length:
         logger.warning(
-            "Nitro will never evict: budget=%d plus slack=%d is more than max_model_len=%d; lower them",
+            "Nitro will never evict, unless requests ask for less: budget=%d plus slack=%d is more than "
+            "max_model_len=%d; lower them",
             settings.budget,
             settings.slack,
             length,
@@ -92,7 +93,11 @@ def activate(config: VllmConfig, settings: Settings) -> None:
 
 
 def wrap_engine_args() -> None:
-    """Wrap ``EngineArgs.create_engine_config`` once: settings are checked before, and applied after it."""
+    """Wrap ``EngineArgs.create_engine_config`` once: settings are checked before, and applied after it.
+
+    A process that makes a configuration may go on to serve requests, so their check is put in place, too. (Not before:
+    the plugin is loaded in every worker, where importing vLLM's front-end would take seconds and memory for nothing.)
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
@@ -105,6 +110,9 @@ def wrap_engine_args() -> None:
         config = original(self, *args, **kwargs)
         if settings is not None:
             activate(config, settings)
+        from nitro.integration.vllm.frontend import wrap_front_end
+
+        wrap_front_end()
         return config
 
     create_engine_config._nitro = True  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
 from nitro.kernels.score import can_score
-from nitro.planner import BudgetRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,14 +128,13 @@ def take_over(runner: Any) -> Compactor:
         places.append(probe(layer, kv))
     total = runner.model_config.get_total_num_kv_heads()
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    rule = BudgetRule.from_settings(settings)
     return _compactor(
         caches,
         places,
         layers=[extract_layer_index(name) for name in names],
         heads=local_heads(total, rank, size),
         settings=settings,
-        longest=rule.peak(runner.max_model_len, runner.max_num_tokens),
+        longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
     )
 
 

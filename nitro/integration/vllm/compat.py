@@ -98,6 +98,7 @@ def hooks() -> tuple[Hook, ...]:
 
     return (
         Hook(EngineArgs, "create_engine_config", ()),
+        *front_end_hooks(),
         Hook(Scheduler, "schedule", ()),
         Hook(Scheduler, "make_stats", ()),
         Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
@@ -117,6 +118,17 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BlockTable, "clear_row", ("row_idx",)),
         Hook(BlockTable, "append_row", ("block_ids", "row_idx")),
         *(v2_hooks() if device_type() == "cuda" else ()),
+    )
+
+
+def front_end_hooks() -> tuple[Hook, ...]:
+    """Return the methods of vLLM's front-end that Nitro wraps."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return (
+        Hook(InputProcessor, "process_inputs", ("request_id", "prompt", "params")),
+        Hook(AsyncLLM, "generate", ("prompt", "sampling_params")),
     )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -20,26 +22,32 @@ class NitroFullAttentionManager(FullAttentionManager):
     """
 
     nitro: Collector
+    nitro_peak: Callable[[str, int], int]
 
     @classmethod
-    def adopt(cls, manager: FullAttentionManager, collector: Collector, admission_blocks: int | None) -> None:
+    def adopt(cls, manager: FullAttentionManager, collector: Collector, peak: Callable[[str, int], int]) -> None:
         """Turn a stock manager into Nitro's.
 
         Args:
             manager: the manager of the only KV cache group.
             collector: the ledger of evicted requests.
-            admission_blocks: the most blocks a request holds during its prefill, for vLLM's admission check; None
-                leaves vLLM's own estimate (the whole prompt).
+            peak: returns the most slots that a request (by id) holds while so many tokens of it are prefilled.
         """
         manager.__class__ = cls
         manager.nitro = collector
-        if admission_blocks is not None:
-            manager.max_admission_blocks_per_request = admission_blocks
+        manager.nitro_peak = peak
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Count the blocks a request still needs for ``num_tokens`` logical tokens."""
-        evicted = self.nitro.evicted(request_id)
-        return super().get_num_blocks_to_allocate(request_id, num_tokens - evicted, *args, **kwargs)
+        """Count the blocks a request still needs for ``num_tokens`` logical tokens.
+
+        vLLM admits a request when its whole prompt would fit (``apply_admission_cap``). What the request will hold at
+        once is enough; vLLM has a bound for that itself, but one for all requests, and under a name that changes.
+        """
+        slots = num_tokens - self.nitro.evicted(request_id)
+        if kwargs.get("apply_admission_cap"):
+            # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
+            slots = min(slots, self.nitro_peak(request_id, num_tokens) + self.block_size)
+        return super().get_num_blocks_to_allocate(request_id, slots, *args, **kwargs)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int, *args: Any, **kwargs: Any

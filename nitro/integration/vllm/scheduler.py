@@ -24,7 +24,7 @@ from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.manager import NitroFullAttentionManager
-from nitro.planner import BudgetRule
+from nitro.integration.vllm.request_rules import RequestRules
 from nitro.types import Counters, Eviction, StepPlan
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nitro.config import Settings
+    from nitro.planner import BudgetRule
 
 logger = init_logger("vllm.plugins.nitro")
 PLAN = "nitro_plan"
@@ -53,7 +54,7 @@ class _Pending:
 
 
 class SchedulerSide:
-    """The part of a scheduler that is Nitro's: the budget rule, the block ledger, and the plans of a step."""
+    """The part of a scheduler that is Nitro's: the budget rules, the block ledger, and the plans of a step."""
 
     def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
         """Take over the block manager of a stock scheduler.
@@ -61,8 +62,7 @@ class SchedulerSide:
         Raises:
             UnsupportedError: the model's KV cache is not one group of full attention.
         """
-        self.settings = settings
-        self.rule = BudgetRule.from_settings(settings)
+        self.rules = RequestRules(settings)
         self.manager = _only_manager(scheduler)
         self.pool: BlockPool = scheduler.kv_cache_manager.block_pool
         self.collector = Collector(
@@ -70,12 +70,12 @@ class SchedulerSide:
             block_size=self.manager.block_size,
             null_block=self.pool.null_block.block_id,
         )
-        admission = None
-        if self.rule.evict_prompt and self.rule.budget is not None:
-            chunk = scheduler.max_num_scheduled_tokens
-            # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
-            admission = cdiv(self.rule.peak(scheduler.max_model_len, chunk), self.manager.block_size) + 1
-        NitroFullAttentionManager.adopt(self.manager, self.collector, admission)
+        chunk = scheduler.max_num_scheduled_tokens
+
+        def peak(request_id: str, tokens: int) -> int:
+            return self._rule(scheduler.requests[request_id]).peak(tokens, chunk)
+
+        NitroFullAttentionManager.adopt(self.manager, self.collector, peak)
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
         self.calendar = DueCalendar()
         self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
@@ -99,6 +99,9 @@ class SchedulerSide:
                 settings.slack,
                 size,
             )
+
+    def _rule(self, request: Request) -> BudgetRule:
+        return self.rules.of(request)
 
     def plan(self, requests: Mapping[str, Request]) -> list[Eviction]:
         """Evict from every running request that is due, and free what it gives up.
@@ -146,14 +149,16 @@ class SchedulerSide:
             self.growing[name] = None
             return
         self.growing.pop(name, None)
-        physical = computed - self.collector.evicted(name)
-        self.calendar.file(name, self.rule.gap(computed, physical, request.num_prompt_tokens))
+        rule = self._rule(request)
+        if not rule.never:
+            physical = computed - self.collector.evicted(name)
+            self.calendar.file(name, rule.gap(computed, physical, request.num_prompt_tokens))
 
     def _prepare(self, request: Request) -> _Pending | None:
         name, computed = request.request_id, request.num_computed_tokens
         evicted = self.collector.evicted(name)
         physical = computed - evicted
-        keep = self.rule.target(computed, physical, request.num_prompt_tokens)
+        keep = self._rule(request).target(computed, physical, request.num_prompt_tokens)
         if keep is None:
             return None
         blocks = self.manager.req_to_blocks[name]
@@ -203,7 +208,7 @@ class SchedulerSide:
             logical_len=computed,
             physical_len=item.physical,
             keep=item.keep,
-            protect=self.rule.protect(computed, item.request.num_prompt_tokens),
+            protect=self._rule(item.request).protect(computed, item.request.num_prompt_tokens),
             dst_blocks=item.destination,
             src_blocks=item.block_ids[: cdiv(item.physical, self.manager.block_size)],
         )

@@ -83,10 +83,12 @@ class Simulation:
         self.counter = 0
         self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
 
-    def add(self, prompt: list[int], max_tokens: int) -> str:
+    def add(self, prompt: list[int], max_tokens: int, nitro: object = None) -> str:
+        """Add a request, with settings of its own where given; returns its name."""
         self.counter += 1
         name = f"r{self.counter}"
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        extra = None if nitro is None else {"nitro": nitro}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         params.update_from_generation_config({}, 511)
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
         return name

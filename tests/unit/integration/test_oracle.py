@@ -20,7 +20,13 @@ SCARCE = ("random", "keydiff", "gravity")
 """The policies that `make test` runs where an engine takes a minute to start and its steps are slow."""
 
 
-IN_PROCESS = {"plain": "llama-gqa", "prefix": "qwen2-mha", "chunked": "llama-mha", "tight": "qwen2-gqa"}
+IN_PROCESS = {
+    "plain": "llama-gqa",
+    "prefix": "qwen2-mha",
+    "chunked": "llama-mha",
+    "tight": "qwen2-gqa",
+    "mixed": "llama-gqa",
+}
 ELSEWHERE = {"multi-process": "llama-mha", "tp2": "qwen2-gqa"}
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 import nitro
+from nitro.integration.vllm import request_rules
 from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
@@ -190,19 +195,46 @@ def test_reset_of_the_prefix_cache_preempts_evicted_requests(simulate: Make) -> 
     assert sim.evictions > 1
 
 
-def test_admission_asks_for_the_peak_of_a_prompt_not_its_length(simulate: Make) -> None:
-    # 200 tokens in chunks of 32 never hold more than 47 + 32 slots (5 blocks), however many blocks are free.
-    sim = simulate(num_blocks=17, chunk=32)
-    for number in range(2):
-        sim.add(prompt(200, number), 10)
-    sim.step()
-    sim.step()
-    while sim.scheduler.has_requests():
+def steps_until_the_second_runs(sim: simulation.Simulation, *nitro: object) -> int:
+    """Add two requests of 220 tokens, which are prefilled in chunks of 32, one after the other, to a pool of 16 blocks.
+
+    Returns in which step the second one is admitted.
+    """
+    for number, asked in enumerate(nitro):
+        sim.add(prompt(220, number), 30, asked)
+    while not any(request.request_id == "r2" for request in sim.scheduler.running):
         sim.step()
-        held = 16 - sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert held <= 12
+    steps = sim.steps
+    sim.drain()
     assert sim.preemptions == 0
-    assert_pool_whole(sim.scheduler)
+    return steps
+
+
+SMALL, LARGE, OFF = {"budget": 40}, {"budget": 200}, {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("server", "first", "second", "at_once"),
+    [
+        # Of a budget of 40, 47 + 32 slots at most are held in chunks (5 blocks, and one of a copy), but 220 take 14.
+        ({}, None, None, True),
+        ({}, None, LARGE, False),
+        ({}, None, OFF, False),
+        ({}, OFF, None, False),
+        ({}, None, {"ratio": 0.2}, True),
+        ({}, None, {"evict_prompt": False}, False),
+        ({"budget": 200}, SMALL, SMALL, True),
+        ({"budget": 200}, SMALL, None, False),
+        ({"evict_prompt": False}, {"evict_prompt": True}, {"evict_prompt": True}, True),
+        ({"budget": None, "ratio": 0.9}, SMALL, SMALL, True),
+    ],
+)
+def test_admission_asks_for_the_peak_of_a_prompt_under_its_own_rule(
+    simulate: Make, server: dict[str, Any], first: object, second: object, at_once: bool
+) -> None:
+    steps = steps_until_the_second_runs(simulate(num_blocks=17, chunk=32, **server), first, second)
+    # The first is prefilled in 7 steps, and decodes in 29 more, during which the second is admitted or not.
+    assert steps < 10 if at_once else steps > 30
 
 
 def test_counters_travel_in_the_statistics(simulate: Make) -> None:
@@ -273,25 +305,42 @@ def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pyte
         run()
 
 
-def mingle(sim: simulation.Simulation, steps: int) -> None:
-    """Random arrivals, lengths, shared prefixes and aborts; some steps are scheduled with nothing to do."""
-    draw, names = sim.random, []
+def mingle(sim: simulation.Simulation, steps: int, asked: Sequence[object] = (None,)) -> dict[str, object]:
+    """Random arrivals, lengths, shared prefixes and aborts; some steps are scheduled with nothing to do.
+
+    Returns what each request asked for, one of ``asked``, by its name.
+    """
+    draw, names = sim.random, {}
     for _ in range(steps):
         if draw.random() < 0.3 and len(sim.scheduler.requests) < 14:
             shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
             tokens = [*shared, *prompt(draw.randint(1, 60), draw.randrange(1000))]
-            names.append(sim.add(tokens, draw.randint(1, 90)))
+            own = asked[0] if len(asked) == 1 else draw.choice(asked)
+            names[sim.add(tokens, draw.randint(1, 90), own)] = own
         if names and draw.random() < 0.03:
-            sim.abort(draw.choice(names))
+            sim.abort(draw.choice(list(names)))
         if sim.scheduler.has_requests():
             sim.step()
     sim.drain()
+    return names
+
+
+MIXED: tuple[Any, ...] = (
+    None,
+    {},
+    {"budget": 24, "slack": 3},
+    '{"budget": 70}',
+    {"ratio": 0.4, "slack": 5},
+    {"evict_prompt": False, "budget": 12},
+    {"enabled": False},
+)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("asked", [(None,), MIXED], ids=["one rule", "many rules"])
 @pytest.mark.parametrize("rule", [{}, {"budget": None, "ratio": 0.5}, {"evict_prompt": False}], ids=str)
 def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
-    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, rule: dict[str, Any]
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, rule: dict[str, Any], asked: Sequence[object]
 ) -> None:
     sim = simulate(num_blocks=20, seed=lag, lag=lag, **rule)
     side = sim.scheduler.nitro  # type: ignore[attr-defined]
@@ -303,7 +352,7 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
         for request in sim.scheduler.running:
             computed = request.num_computed_tokens
             physical = computed - side.collector.evicted(request.request_id)
-            if side.rule.target(computed, physical, request.num_prompt_tokens) is not None:
+            if side._rule(request).target(computed, physical, request.num_prompt_tokens) is not None:
                 overdue.add(request.request_id)
         seen: set[str] = set()
 
@@ -319,7 +368,7 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
         return evictions
 
     monkeypatch.setattr(side, "plan", planned)
-    mingle(sim, 400)
+    mingle(sim, 400, asked)
     assert due > 30
     assert looked < sim.steps * 4, "far fewer than all that are running"
     sim.scheduler.schedule()  # the step that tells who finished last
@@ -372,3 +421,108 @@ def test_early_answers_change_nothing(
     assert histories[0] == histories[1]
     assert len(histories[0]) > 200
     assert asked[0] < asked[1] / 3
+
+
+def keep_as_asked(asked: Any, logical: int, prompt_length: int) -> int | None:
+    """Return how many tokens stay, from the words of the documentation; None if none is ever evicted."""
+    own = json.loads(asked) if isinstance(asked, str) else asked or {}
+    if own.get("enabled") is False:
+        return None
+    base = 0 if own.get("evict_prompt", True) else min(prompt_length, logical)
+    if "ratio" in own:
+        least = SETTINGS["sinks"] + SETTINGS["window"]
+        return base + max(math.ceil(own["ratio"] * (logical - base)), least)
+    return int(base + own.get("budget", SETTINGS["budget"]))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_every_request_of_a_batch_is_evicted_as_it_asked(simulate: Make, lag: int) -> None:
+    found: Counter[str] = Counter()
+    preemptions = hits = 0
+    for seed in range(3):
+        sim = simulate(num_blocks=20, seed=seed, lag=lag)
+        plans: list[tuple[Any, int]] = []
+        plan = sim.scheduler.nitro.plan  # type: ignore[attr-defined]
+
+        def planned(requests: Any, plan: Any = plan, plans: Any = plans) -> Any:
+            lengths = {name: request.num_prompt_tokens for name, request in requests.items()}
+            evictions = plan(requests)
+            plans += [(e, lengths[e.request_id]) for e in evictions]
+            return evictions
+
+        sim.scheduler.nitro.plan = planned  # type: ignore[attr-defined]
+        asked = mingle(sim, 500, MIXED)
+        for e, length in plans:
+            own = asked[e.request_id]
+            assert e.keep == keep_as_asked(own, e.logical_len, length), own
+            slack = (json.loads(own) if isinstance(own, str) else own or {}).get("slack", SETTINGS["slack"])
+            assert e.physical_len >= e.keep + slack
+            found[json.dumps(own)] += 1
+        preemptions, hits = preemptions + sim.preemptions, hits + sim.hits
+    assert {own for own in map(json.dumps, MIXED) if not found[own]} == {json.dumps({"enabled": False})}
+    assert preemptions > 10
+    assert hits > 10
+
+
+@pytest.mark.parametrize("asked", MIXED[2:], ids=str)
+def test_a_request_that_was_preempted_keeps_its_rule(simulate: Make, asked: Any) -> None:
+    sim = simulate(num_blocks=40, chunk=256)
+    name = sim.add(prompt(100, 1), 60, asked)
+    seen: list[list[tuple[int, int]]] = [[]]
+    for step in range(200):
+        plan = getattr(sim.step(), PLAN, None)
+        seen[-1] += [(e.logical_len, e.keep) for e in plan.evictions] if plan else []
+        if step == 30:
+            assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
+            seen.append([])
+        if name not in sim.scheduler.requests:
+            break
+    assert sim.preemptions == 1
+    for run in seen:
+        assert [keep for _, keep in run] == [keep_as_asked(asked, logical, 100) for logical, _ in run]
+        assert bool(run) == (asked != {"enabled": False})
+    assert_pool_whole(sim.scheduler)
+
+
+def test_a_request_that_is_switched_off_shares_its_prefix_and_holds_all_blocks(simulate: Make) -> None:
+    sim = simulate(chunk=256)
+    tokens = prompt(100, 4)
+    name = sim.add(tokens, 61, {"enabled": False})
+    while len(sim.scheduler.requests[name].output_token_ids) < 60:
+        sim.step()
+    assert len(sim.scheduler.kv_cache_manager.get_block_ids(name)[0]) == 10
+    sim.add([*tokens, 1, 2, 3], 2)
+    sim.drain()
+    assert sim.evictions == 1, "of the second one, after its prefill"
+    assert sim.hits == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"budget": 1}, {"budgt": 64}, "{", "null", 7, [1], {"budget": float("nan")}, {"budget": {1, 2}}, {(1, 2): 3}],
+    ids=str,
+)
+def test_what_came_past_the_front_end_unchecked_gets_the_servers_rule_and_one_warning(
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, wrong: object
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(request_rules.logger, "warning", lambda text, *values: said.append(text % values))
+    sim = simulate(chunk=256)
+    for number in range(2):
+        sim.add(prompt(100, number), 40, wrong)
+    evictions = []
+    while sim.scheduler.has_requests():
+        plan = getattr(sim.step(), PLAN, None)
+        evictions += list(plan.evictions) if plan else []
+    assert len(evictions) > 4
+    assert all(e.keep == SETTINGS["budget"] for e in evictions)
+    assert len(said) == 1
+    assert "request r1 is served with the server's settings" in said[0]
+
+
+def test_clients_cannot_fill_the_memory_with_rules(simulate: Make) -> None:
+    rules = simulate().scheduler.nitro.rules  # type: ignore[attr-defined]
+    for budget in range(6, 6 + 2 * request_rules._REMEMBERED):
+        request: Any = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"nitro": {"budget": budget}}))
+        assert rules.of(request).budget == budget
+    assert rules._parsed.cache_info().currsize == request_rules._REMEMBERED

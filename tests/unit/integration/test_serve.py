@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -133,6 +134,71 @@ def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
         time.sleep(0.5)
     assert metric(url, "vllm:num_requests_running") == 0
     assert metric(url, "vllm:kv_cache_usage_perc") == 0
+
+
+def ask_with(url: str, own: object, seed: int = 0, **extra: Any) -> httpx.Response:
+    """Ask for 60 tokens after a prompt of 120, with a request's own settings under ``vllm_xargs``."""
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "temperature": 0, "ignore_eos": True, **extra}
+    return httpx.post(
+        f"{url}/v1/completions", json={**body, "prompt": prompt(seed), "vllm_xargs": {"nitro": own}}, timeout=60
+    )
+
+
+def test_a_request_with_a_budget_of_its_own(server: tuple[str, Path]) -> None:
+    url, _ = server
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def evicted(own: dict[str, object] | None) -> float:
+        before = metric(url, "nitro:tokens_evicted_total")
+        xargs = {} if own is None else {"vllm_xargs": {"nitro": json.dumps(own)}}
+        answer = client.completions.create(
+            model="tiny", prompt=prompt(5), max_tokens=60, temperature=0, extra_body={"ignore_eos": True, **xargs}
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 60
+        # None of these evicts in its last step, the statistics of which may come after the answer.
+        return metric(url, "nitro:tokens_evicted_total") - before
+
+    # 179 tokens are computed: an eviction after the 120 of the prompt, then one whenever `slack` more have come.
+    assert evicted(None) == 120 - BUDGET + 59 // 24 * 24
+    assert evicted({"budget": 40}) == 120 - 40 + 59 // 24 * 24
+    assert evicted({"budget": 60, "slack": 50}) == 120 - 60 + 50
+    assert evicted({"enabled": False}) == 0
+    assert evicted({"evict_prompt": False, "budget": 20, "slack": 9}) == (59 - 20) // 9 * 9
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ('{"budget": 12}', "budget=12 is below sinks + window = 20: raise budget to at least 20"),
+        ('{"budgt": 64}', "unknown key 'budgt' (value 64), did you mean 'budget'?"),
+        ('{"window": 4}', "window=4 cannot be set by a request"),
+        ('{"budget": 64', "is not JSON"),
+        (64, "must be an object"),
+        (["budget", 64], "must be an object"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_request_is_refused_and_others_do_not_notice(
+    server: tuple[str, Path], own: object, says: str, stream: bool
+) -> None:
+    url, log = server
+    start = log.stat().st_size
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask_with, url, "{}", seed) for seed in range(3)]
+        refused = pool.submit(ask_with, url, own, stream=stream).result()
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["type"] == "BadRequestError"
+    assert error["param"] == "nitro"
+    assert says in error["message"]
+    assert [other.result().status_code for other in others] == [200] * 3
+    assert "Traceback" not in log.read_text()[start:]
+
+
+def test_nested_objects_do_not_pass_vllms_own_check(server: tuple[str, Path]) -> None:
+    # The reason for strings. Should this fail one day, the documentation may say that objects work, too.
+    assert ask_with(server[0], {"budget": 64}).status_code == 400
 
 
 def test_wrong_settings_stop_the_server_before_weights_are_loaded(tiny: Callable[[str], Path]) -> None:
