@@ -82,9 +82,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "gravity", "random"])
-def test_never_waits_for_the_device(
-    tmp_path: Path, runner: Any, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_never_waits_for_the_device(tmp_path: Path, runner: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import SamplingParams
 
     module, owner, methods = GUARDED[runner]
