@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nitro.kernels.tables import Tables
+
 _Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 VECTOR_BYTES = 16
@@ -205,13 +207,13 @@ class RaggedBatch:
     @classmethod
     def of(
         cls,
-        block_tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
+        block_tables: Tables | Sequence[Sequence[int]],
+        lengths: Sequence[int] | npt.NDArray[np.int32],
         keep: Sequence[int] | npt.NDArray[np.int32],
         *,
-        protect: Sequence[int] | int = 0,
+        protect: Sequence[int] | npt.NDArray[np.int32] | int = 0,
         window: int = 0,
-        dst_tables: Sequence[Sequence[int]] | None = None,
+        dst_tables: Tables | Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> RaggedBatch:
         """Build a batch from numbers on the host, checking all of them, and copy it to the device.
@@ -232,20 +234,20 @@ class RaggedBatch:
         count = len(lengths)
         protected = np.full(count, protect, np.int32) if isinstance(protect, int) else np.asarray(protect, np.int32)
         sizes, kept = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
-        if not len(block_tables) == len(kept) == len(protected) == count:
+        tables = block_tables if isinstance(block_tables, Tables) else Tables.of(block_tables)
+        targets = dst_tables if dst_tables is None or isinstance(dst_tables, Tables) else Tables.of(dst_tables)
+        if not len(tables.counts) == len(kept) == len(protected) == count:
             raise ValueError(
-                f"lengths is of {count} requests, but block_tables of {len(block_tables)}, keep of {len(kept)} "
+                f"lengths is of {count} requests, but block_tables of {len(tables.counts)}, keep of {len(kept)} "
                 f"and protect of {len(protected)}"
             )
         _check_counts(sizes, kept, protected, window)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        tables = _padded("block_tables", block_tables)
-        targets = None if dst_tables is None else _padded("dst_tables", dst_tables)
         most_kept = kept.max(axis=tuple(range(1, kept.ndim)), initial=0)
-        arrays: list[_Array] = [offsets, sizes, kept, protected, tables]
+        arrays: list[_Array] = [offsets, sizes, kept, protected, tables.padded("block_tables")]
         if targets is not None:
-            arrays.append(targets)
+            arrays.append(targets.padded("dst_tables"))
         on_device = to_device(arrays, torch.device(device))
         return cls(
             block_tables=on_device[4],
@@ -257,16 +259,9 @@ class RaggedBatch:
             max_length=int(sizes.max(initial=0)),
             total=int(offsets[-1]),
             dst_tables=on_device[-1],
-            min_block_size=_min_block_size(block_tables, sizes),
-            min_dst_block_size=_min_block_size(block_tables if dst_tables is None else dst_tables, most_kept),
+            min_block_size=tables.min_block_size(sizes),
+            min_dst_block_size=(tables if targets is None else targets).min_block_size(most_kept),
         )
-
-
-def _min_block_size(tables: Sequence[Sequence[int]], slots: npt.NDArray[np.int32]) -> int:
-    """Return the least slots of a block with which each table has room for so many slots."""
-    blocks = np.fromiter(map(len, tables), np.int64, len(tables))
-    sizes = np.where(slots > 0, -(-slots.astype(np.int64) // np.maximum(blocks, 1)), 1)
-    return int(np.where((blocks == 0) & (slots > 0), np.iinfo(np.int32).max, sizes).max(initial=1))
 
 
 def _check_counts(
@@ -308,13 +303,3 @@ def to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
 
 def _layout(cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
     return tuple(cache.shape), cache.stride(), cache.dtype, cache.device
-
-
-def _padded(name: str, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Return ``[R, longest]``, padded with -1, which no kernel may read."""
-    out = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
-    for number, (row, table) in enumerate(zip(out, tables, strict=True)):
-        row[: len(table)] = table
-        if len(table) and row[: len(table)].min() < 0:
-            raise ValueError(f"{name} of request {number} holds block {row.min()}: block ids must not be negative")
-    return out

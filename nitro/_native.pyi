@@ -1,5 +1,7 @@
 """The C++ core (native/src/module.cpp). Requests are integer handles here; nitro.collector gives them names."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,15 +15,17 @@ class Collector:
         physical: int,
         keep: int,
     ) -> npt.NDArray[np.int32]: ...
-    def commit(
+    def commit_all(
         self,
-        request: int,
-        blocks: npt.NDArray[np.int32],
-        dst: npt.NDArray[np.int32],
-        physical: int,
-        keep: int,
-    ) -> npt.NDArray[np.int32]: ...
-    def adopt(self, request: int, blocks: npt.NDArray[np.int32]) -> None: ...
+        requests: Sequence[int],
+        physical: Sequence[int],
+        keep: Sequence[int],
+        count: Sequence[int],
+        first: Sequence[int],
+        last: Sequence[int],
+        moves: Mapping[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]],
+    ) -> tuple[list[int], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
+    def adopt(self, request: int, blocks: Sequence[int]) -> None: ...
     def release(self, request: int) -> int: ...
     def evicted(self, request: int) -> int: ...
     def epoch(self, request: int) -> int: ...

@@ -7,8 +7,8 @@ the scheduler asks for every request in every step (``evicted``) in a dict, so t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,36 @@ from nitro import _native
 from nitro.errors import IntegrityError
 from nitro.types import Counters, IntArray
 
-T = TypeVar("T")
+
+class TableEnds(NamedTuple):
+    """What is compared of R requests' block tables, ``[R]`` each.
+
+    Attributes:
+        size: how many blocks.
+        first: the first block.
+        last: the last block.
+    """
+
+    size: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
+
+
+class Committed(NamedTuple):
+    """What :meth:`Collector.commit_all` did. Lists of blocks hold one request after the other.
+
+    Attributes:
+        epochs: ``[R]``, evictions that each request had had before since it was last (re)started.
+        src: int32 ``[B]``, the first ``ceil(physical / block_size)`` blocks of each table before.
+        moved: int32 ``[2, M]``: where in ``src`` a destination is not the block itself, and what it is there.
+        freed: int32 ``[F]``, the blocks that are given up, in the order in which to give them back to the pool (the
+            last block of each table first).
+    """
+
+    epochs: list[int]
+    src: IntArray
+    moved: IntArray
+    freed: IntArray
 
 
 class Collector:
@@ -41,6 +70,7 @@ class Collector:
         self._handles: dict[str, int] = {}
         self._spare: list[int] = []  # handles of released requests, to be used again so that they stay small
         self._evicted: dict[str, int] = {}
+        self.releases = 0  # requests that have left the ledger
 
     def plan(
         self, request_id: str, blocks: IntArray, reusable: npt.NDArray[np.uint8], physical: int, keep: int
@@ -50,7 +80,8 @@ class Collector:
         Args:
             request_id: the request, in the ledger or not.
             blocks: int32 ``[n]``, its block table.
-            reusable: uint8 ``[n]``, 1 where nobody else reads the block or may find it in the prefix cache.
+            reusable: uint8 ``[>= ceil(keep / block_size)]``, 1 where nobody else reads the block or may find it in
+                the prefix cache.
             physical: slots in use before the eviction; ``ceil(physical / block_size) <= n``.
             keep: slots in use after it; ``0 < keep < physical``.
 
@@ -62,8 +93,56 @@ class Collector:
             ValueError: lengths that no eviction has, or arrays that don't fit each other.
             IntegrityError: the table contradicts the ledger.
         """
-        handle = self._handle_for(request_id)
-        return self._named(request_id, handle, lambda: self._core.plan(handle, blocks, reusable, physical, keep))
+        handle = self._handles.get(request_id, self._next_handle(0))
+        try:
+            return self._core.plan(handle, blocks, reusable, physical, keep)
+        except IntegrityError as error:
+            raise self._named(error, {request_id: handle}) from None
+
+    def commit_all(
+        self,
+        request_ids: Sequence[str],
+        physical: Sequence[int],
+        keep: Sequence[int],
+        tables: TableEnds,
+        moves: Mapping[int, tuple[IntArray, IntArray]],
+    ) -> Committed:
+        """Record the evictions of one step: all of them or, if one is wrong, none.
+
+        Args:
+            request_ids: R requests, each once.
+            physical: ``[R]``, slots in use before; as in :meth:`plan`.
+            keep: ``[R]``, slots in use after; as in :meth:`plan`.
+            tables: the requests' block tables, in short. Of a request whose eviction is in place this alone is compared
+                with the ledger.
+            moves: by index of the request, where its eviction is not in place, as a request's first one is not: its
+                block table int32 ``[n]``, and its destinations int32 ``[ceil(keep / block_size)]``, which is what
+                :meth:`plan` returned, each -1 replaced by a fresh block. The survivors of all others stay in the first
+                blocks of what they own.
+
+        Raises:
+            ValueError: lengths that no eviction has, or arrays that don't fit each other.
+            IntegrityError: a table contradicts the ledger, a request occurs twice or is new and not in ``moves``, or a
+                destination is the null block, out of range, named twice, a wrong block of the same table, another
+                request's, or in the table of another eviction of this step.
+        """
+        handles = self._handles
+        found = [handles.get(request_id, -1) for request_id in request_ids]
+        newcomers: dict[str, int] = {}
+        for index, handle in enumerate(found):
+            if handle < 0:
+                found[index] = newcomers.setdefault(request_ids[index], self._next_handle(len(newcomers)))
+        try:
+            done = Committed(*self._core.commit_all(found, physical, keep, *tables, moves))
+        except IntegrityError as error:
+            raise self._named(error, newcomers) from None
+        if newcomers:
+            handles.update(newcomers)
+            del self._spare[max(len(self._spare) - len(newcomers), 0) :]
+        evicted = self._evicted
+        for request_id, before, after in zip(request_ids, physical, keep, strict=True):
+            evicted[request_id] = evicted.get(request_id, 0) + before - after
+        return done
 
     def commit(self, request_id: str, blocks: IntArray, dst: IntArray, physical: int, keep: int) -> IntArray:
         """Record an eviction; afterwards the request owns exactly ``dst``.
@@ -84,32 +163,29 @@ class Collector:
             IntegrityError: the table contradicts the ledger, or a block of ``dst`` is the null block, out of range,
                 named twice, a wrong block of the same table, or another request's.
         """
-        handle = self._handle_for(request_id)
-        freed = self._named(request_id, handle, lambda: self._core.commit(handle, blocks, dst, physical, keep))
-        if request_id not in self._handles:
-            self._handles[request_id] = handle
-            if self._spare:
-                self._spare.pop()
-        self._evicted[request_id] = self._evicted.get(request_id, 0) + physical - keep
-        return freed
+        unused = TableEnds([0], [0], [0])  # since the blocks themselves are there
+        return self.commit_all([request_id], [physical], [keep], unused, {0: (blocks, dst)}).freed
 
-    def adopt(self, request_id: str, blocks: Sequence[int] | IntArray) -> None:
+    def adopt(self, request_id: str, blocks: Sequence[int]) -> None:
         """Book blocks that the pool has appended to a request's table; does nothing for requests without evictions.
 
         Raises:
             IntegrityError: a block is the null block, out of range, named twice, or owned already.
         """
         handle = self._handles.get(request_id)
-        if handle is None or len(blocks) == 0:
+        if handle is None:
             return
-        new = np.asarray(blocks, dtype=np.int32)
-        self._named(request_id, handle, lambda: self._core.adopt(handle, new))
+        try:
+            self._core.adopt(handle, blocks)
+        except IntegrityError as error:
+            raise self._named(error) from None
 
     def release(self, request_id: str) -> int:
         """Forget a request that has finished or was preempted; returns its evicted tokens, 0 if it had none."""
         handle = self._handles.pop(request_id, None)
         if handle is None:
             return 0
+        self.releases += 1
         self._spare.append(handle)
         del self._evicted[request_id]
         return self._core.release(handle)
@@ -152,18 +228,11 @@ class Collector:
                 "report this as a bug in nitro.collector"
             )
 
-    def _handle_for(self, request_id: str) -> int:
-        """The request's handle, or the one it will get: handles in use and spare ones are together 0, 1, 2, ..."""
-        handle = self._handles.get(request_id)
-        if handle is not None:
-            return handle
-        return self._spare[-1] if self._spare else len(self._handles)
+    def _next_handle(self, later: int) -> int:
+        """The handle of the next newcomer, or of a later one: those in use and spare ones are together 0, 1, 2, ..."""
+        return self._spare[-1 - later] if later < len(self._spare) else len(self._handles) + later
 
-    def _named(self, request_id: str, handle: int, call: Callable[[], T]) -> T:
-        """Run a call of the core; put request ids for handles into the message of an IntegrityError."""
-        try:
-            return call()
-        except IntegrityError as error:
-            names = {number: name for name, number in self._handles.items()} | {handle: request_id}
-            message = re.sub(r"#(\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error))
-            raise IntegrityError(message) from None
+    def _named(self, error: IntegrityError, newcomers: Mapping[str, int] | None = None) -> IntegrityError:
+        """Return an error of the core with request ids in place of handles."""
+        names = {handle: request_id for request_id, handle in (self._handles | dict(newcomers or {})).items()}
+        return IntegrityError(re.sub(r"#(\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error)))

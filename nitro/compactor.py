@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from nitro.errors import IntegrityError
 from nitro.policies.base import Policy
-from nitro.types import Counters, Eviction, IntArray, KeepRecord
+from nitro.types import Counters, IntArray, KeepRecord, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An eviction, and what its worker knows of the request.
-
-    Attributes:
-        eviction: what the scheduler decided.
-        blocks: the request's block ids before it.
-        stable_id: the request's id as its user knows it; seeds the random policy.
-        run: how often the request was preempted before; only recorded.
-    """
-
-    eviction: Eviction
-    blocks: Sequence[int]
-    stable_id: str
-    run: int = 0
-    key: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", request_key(self.stable_id))
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What a worker remembers of a request that has lost tokens.
 
     Attributes:
@@ -53,9 +33,29 @@ class Held:
     evicted: int = 0
     logical_len: int = 0
 
+
+_NOTHING = Held()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """What a worker remembers of the R requests of a step, in columns.
+
+    Attributes:
+        epoch: int32 ``[R]``; see ``Held``.
+        evicted: int32 ``[R]``.
+        logical_len: int32 ``[R]``.
+        keys: ``[R]``, unsigned 64-bit hash of each user-visible request id; seeds the random policy.
+    """
+
+    epoch: IntArray
+    evicted: IntArray
+    logical_len: IntArray
+    keys: list[int]
+
     @property
-    def kept(self) -> int:
-        """Slots it held right after the last eviction; 0 without one."""
+    def kept(self) -> IntArray:
+        """Slots held right after the last eviction, int32 ``[R]``; 0 without one."""
         return self.logical_len - self.evicted
 
 
@@ -73,16 +73,30 @@ class Compactor(ABC):
         seed: of the policies that draw random numbers.
         counters: totals since the start.
         records: what was kept, if a list; None does not record.
+        run_starts: while that is recorded, by request, how many tokens were known when each of its runs started.
     """
 
     policy: Policy
 
-    def __init__(self, block_size: int, *, sinks: int, window: int, seed: int) -> None:
-        """Begin with no request."""
+    def __init__(
+        self, block_size: int, *, sinks: int, window: int, seed: int, stable_id: Callable[[str], str] = str
+    ) -> None:
+        """Begin with no request.
+
+        Args:
+            block_size: slots of a block.
+            sinks: as above, like ``window`` and ``seed``.
+            window: as above.
+            seed: as above.
+            stable_id: returns a request's id as its user knows it.
+        """
         self.block_size, self.sinks, self.window, self.seed = block_size, sinks, window, seed
         self.counters = Counters()
         self.records: list[KeepRecord] | None = None
+        self.run_starts: dict[str, list[int]] = {}
         self._requests: dict[str, Held] = {}
+        self._keys: dict[str, int] = {}
+        self._stable_id = stable_id
 
     @abstractmethod
     def set_policy(self, policy: Policy) -> None:
@@ -93,41 +107,44 @@ class Compactor(ABC):
         """
 
     @abstractmethod
-    def _compact(self, planned: Sequence[Planned]) -> list[IntArray] | None:
+    def _compact(self, plan: StepPlan, before: Before) -> list[IntArray] | None:
         """Move the survivors; return the logical positions of those, as in KeepRecord, if they are recorded."""
 
-    def apply(self, planned: Sequence[Planned]) -> None:
-        """Compact these requests: score their slots, keep as many as the plans say, write them to the destinations.
-
-        Args:
-            planned: one engine step's evictions, at most one of each request.
+    def apply(self, plan: StepPlan) -> None:
+        """Compact these requests: score their slots, keep as many as the plan says, write them to the destinations.
 
         Raises:
             IntegrityError: a plan does not continue what this worker knows of its request; nothing was changed then.
         """
-        for item in planned:
-            self._check(item)
-        if not planned:
-            return
-        kept = self._compact(planned)
-        for number, item in enumerate(planned):
-            eviction = item.eviction
-            evicted = eviction.logical_len - eviction.keep
-            self._requests[eviction.request_id] = Held(eviction.epoch + 1, evicted, eviction.logical_len)
-            if self.records is not None and kept is not None:
-                where = np.ascontiguousarray(kept[number], np.int32)
-                self.records.append(KeepRecord(eviction.request_id, item.run, eviction.logical_len, where))
+        before = self._before(plan)
+        kept = self._compact(plan, before)
+        evicted = plan.logical_len - plan.keep
+        after = zip((plan.epoch + 1).tolist(), evicted.tolist(), plan.logical_len.tolist(), strict=True)
+        self._requests.update(zip(plan.request_ids, map(Held._make, after), strict=True))
+        if self.records is not None and kept is not None:
+            for request_id, logical, where in zip(plan.request_ids, plan.logical_len.tolist(), kept, strict=True):
+                run = max(len(self.run_starts.get(request_id, ())) - 1, 0)
+                self.records.append(KeepRecord(request_id, run, logical, np.ascontiguousarray(where, np.int32)))
         total = self.counters
         self.counters = Counters(
-            evictions=total.evictions + len(planned),
-            tokens_evicted=total.tokens_evicted + sum(p.eviction.physical_len - p.eviction.keep for p in planned),
-            blocks_freed=total.blocks_freed + sum(len(p.blocks) - len(p.eviction.dst_blocks) for p in planned),
+            evictions=total.evictions + len(plan),
+            tokens_evicted=total.tokens_evicted + int((plan.physical_len - plan.keep).sum()),
+            blocks_freed=total.blocks_freed + int((plan.num_src() - plan.num_dst()).sum()),
         )
+
+    def begin_run(self, request_id: str, tokens: int) -> None:
+        """Note that a request, of which so many tokens are known, starts or is recomputed, if that is recorded."""
+        if self.records is not None:
+            self.run_starts.setdefault(request_id, []).append(tokens)
 
     def evicted(self, request_id: str) -> int:
         """Return how many tokens a request has lost."""
-        known = self._requests.get(request_id)
-        return known.evicted if known else 0
+        return self._requests.get(request_id, _NOTHING).evicted
+
+    def evicted_of(self, request_ids: Sequence[str]) -> IntArray:
+        """Return how many tokens each of these requests has lost, int32 ``[R]``."""
+        held = self._requests
+        return np.fromiter([held.get(name, _NOTHING)[1] for name in request_ids], np.int32, len(request_ids))
 
     def __len__(self) -> int:
         """Return how many requests have lost tokens."""
@@ -135,19 +152,34 @@ class Compactor(ABC):
 
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; unknown ones are ignored."""
-        self._requests.pop(request_id, None)
+        if self._requests.pop(request_id, None) is not None:
+            self._keys.pop(request_id, None)
 
     def held(self, request_id: str) -> Held:
         """Return what is known of a request."""
-        return self._requests.get(request_id, Held())
+        return self._requests.get(request_id, _NOTHING)
 
-    def _check(self, item: Planned) -> None:
-        eviction, known = item.eviction, self.held(item.eviction.request_id)
-        have = (known.epoch, known.evicted)
-        want = (eviction.epoch, eviction.logical_len - eviction.physical_len)
-        if have != want or len(item.blocks) * self.block_size < eviction.physical_len:
+    def _before(self, plan: StepPlan) -> Before:
+        """Return what is known of a plan's requests, once it is sure that the plan continues it."""
+        held = [self._requests.get(name, _NOTHING) for name in plan.request_ids]
+        known = np.fromiter(chain.from_iterable(held), np.int32, 3 * len(held)).reshape(-1, 3).T
+        lost = plan.logical_len - plan.physical_len
+        wrong = (known[0] != plan.epoch) | (known[1] != lost)
+        if wrong.any():
+            at = int(wrong.argmax())
             raise IntegrityError(
-                f"plan for request {eviction.request_id!r} does not continue its state: (epoch, evicted) is {have}, "
-                f"the plan says {want}; physical_len={eviction.physical_len} in {len(item.blocks)} blocks of "
+                f"plan for request {plan.request_ids[at]!r} does not continue its state: (epoch, evicted) is "
+                f"{tuple(held[at][:2])}, the plan says {(int(plan.epoch[at]), int(lost[at]))}. This is a bug in Nitro: "
+                "please report it"
+            )
+        blocks = int(plan.num_src().sum())
+        if plan.block_size != self.block_size or len(plan.src_blocks) != blocks:
+            raise IntegrityError(
+                f"plan has {len(plan.src_blocks)} blocks of {plan.block_size} slots, but needs {blocks} of "
                 f"{self.block_size}. This is a bug in Nitro: please report it"
             )
+        keys = self._keys
+        for name in plan.request_ids:
+            if name not in keys:
+                keys[name] = request_key(self._stable_id(name))
+        return Before(known[0], known[1], known[2], [keys[name] for name in plan.request_ids])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nitro.compactor import Compactor, Planned
+from nitro.compactor import Before, Compactor
 from nitro.kernels.compact import pack_ref
 from nitro.kernels.select import select_topk_ref
 from nitro.policies.base import Policy, ScoreInput, checked_score
-from nitro.types import Eviction, IntArray
+from nitro.types import Eviction, IntArray, StepPlan
 
 SCRATCH_BYTES = 256 * 2**20
 """How much gathered K and V one scoring call may hold; layers are taken in groups that stay below it."""
@@ -46,6 +46,7 @@ class DenseCompactor(Compactor):
         sinks: int,
         window: int,
         seed: int,
+        stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker.
 
@@ -57,8 +58,9 @@ class DenseCompactor(Compactor):
             sinks: as in ``Compactor``, like what follows.
             window: as above.
             seed: as above.
+            stable_id: as above.
         """
-        super().__init__(caches[0].block_size, sinks=sinks, window=window, seed=seed)
+        super().__init__(caches[0].block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
         self.caches = tuple(caches)
         device = self.caches[0].device
         self.layers = torch.tensor(layers, dtype=torch.int64, device=device)
@@ -98,17 +100,16 @@ class DenseCompactor(Compactor):
             seed=self.seed,
         )
 
-    def _compact(self, planned: Sequence[Planned]) -> list[IntArray]:
-        kept = [self._compact_one(item) for item in planned]
-        for item, where in zip(planned, kept, strict=True):
-            self._positions[item.eviction.request_id] = where
+    def _compact(self, plan: StepPlan, before: Before) -> list[IntArray]:
+        evictions = plan.evictions()
+        kept = [self._compact_one(eviction, key) for eviction, key in zip(evictions, before.keys, strict=True)]
+        self._positions.update(zip(plan.request_ids, kept, strict=True))
         return [where.numpy().copy() for where in kept] if self.records is not None else []
 
-    def _compact_one(self, item: Planned) -> Tensor:
-        eviction = item.eviction
+    def _compact_one(self, eviction: Eviction, key: int) -> Tensor:
         length, keep = eviction.physical_len, eviction.keep
         device = self.caches[0].device
-        source = torch.as_tensor(item.blocks, dtype=torch.int64)[: -(-length // self.block_size)]
+        source = torch.as_tensor(eviction.src_blocks, dtype=torch.int64)
         target = torch.as_tensor(eviction.dst_blocks, dtype=torch.int64)
         positions = self._positions_of(eviction)
         kept = torch.empty(*positions.shape[:2], keep, dtype=torch.int32)
@@ -118,7 +119,7 @@ class DenseCompactor(Compactor):
             values = torch.stack([v for _, v in gathered])
             where = positions[start:stop].to(device)
             group = slice(start, stop)
-            scores = checked_score(self.policy, self._input(keys, values, where, group, item.key, eviction.logical_len))
+            scores = checked_score(self.policy, self._input(keys, values, where, group, key, eviction.logical_len))
             index = select_topk_ref(scores, keep, eviction.protect, self.window)
             kept[start:stop] = where.gather(-1, index)
             for offset, cache in enumerate(self.caches[start:stop]):

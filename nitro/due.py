@@ -21,10 +21,13 @@ class DueCalendar:
 
     def file(self, name: str, gap: int) -> None:
         """Let a name come up ``gap`` steps from now, at least one, and not before; moves one that is filed already."""
-        self.drop(name)
-        step = self._step + max(gap, 1)
-        self._where[name] = step
-        self._filed.setdefault(step, {})[name] = None
+        if name in self._where:
+            self.drop(name)
+        self._where[name] = step = self._step + (gap if gap > 1 else 1)
+        filed = self._filed.get(step)
+        if filed is None:
+            self._filed[step] = filed = {}
+        filed[name] = None
 
     def drop(self, name: str) -> None:
         """Take a name out; does nothing if it is not filed."""

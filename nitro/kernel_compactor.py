@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nitro.compactor import Compactor, Planned
+from nitro.compactor import Before, Compactor
 from nitro.kernels.blocks import copy_blocks, stamp_positions
 from nitro.kernels.compact import fill_ragged
 from nitro.kernels.newest import force_newest
 from nitro.kernels.paged import PagedLayers, RaggedBatch, to_device
 from nitro.kernels.select import TILES, select_ragged
+from nitro.kernels.tables import Tables
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
-from nitro.types import IntArray
+from nitro.types import IntArray, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class KernelCompactor(Compactor):
         window: int,
         seed: int,
         longest: int,
+        stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker, none of whose blocks is in use yet.
 
@@ -67,8 +69,9 @@ class KernelCompactor(Compactor):
             window: as above.
             seed: as above.
             longest: most slots of a request; the kernels for all lengths up to it are compiled here and now.
+            stable_id: as in ``Compactor``.
         """
-        super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed)
+        super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
         self.layers = layers
         device = layers.device
         self.layer_ids = torch.tensor(layer_ids, dtype=torch.int64, device=device)
@@ -131,66 +134,46 @@ class KernelCompactor(Compactor):
 
     def _batch(
         self,
-        tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        keep: Sequence[int],
-        protect: Sequence[int],
+        tables: Tables | Sequence[Sequence[int]],
+        lengths: Sequence[int] | IntArray,
+        keep: Sequence[int] | IntArray,
+        protect: Sequence[int] | IntArray,
     ) -> RaggedBatch:
         return RaggedBatch.of(tables, lengths, keep, protect=protect, window=self.window, device=self.layers.device)
 
-    def _compact(self, planned: Sequence[Planned]) -> list[IntArray] | None:
-        self._copy_shared(planned)
+    def _compact(self, plan: StepPlan, before: Before) -> list[IntArray] | None:
+        if plan.moved.size:
+            # Each request gets a copy of what it shares with others, or with the prefix cache, before anything moves.
+            pairs = np.stack([plan.src_blocks[plan.moved[0]], plan.moved[1]])
+            copy_blocks(self.layers, self.positions, to_device([pairs], self.layers.device)[0])
+        blocks, ends = plan.stitched_blocks(), plan.src_ends()
         kept = []
-        for group in self._groups(planned):
-            self._compact_group(group)
+        for group in self._groups(plan.physical_len):
+            part = blocks[ends[group.start - 1] if group.start else 0 : ends[group.stop - 1]]
+            self._compact_group(plan, before, group, part)
             if self.records is not None:
-                kept += [self._kept(item) for item in group]
+                tables = np.split(part, ends[group][:-1] - ends[group.start] + plan.num_src()[group.start])
+                kept += [self._kept(*item) for item in zip(tables, plan.keep[group].tolist(), strict=True)]
         return kept if self.records is not None else None
 
-    def _copy_shared(self, planned: Sequence[Planned]) -> None:
-        """Give each request a copy of what it shares with others, or with the prefix cache, before anything moves."""
-        pairs = []
-        for item in planned:
-            targets = item.eviction.dst_blocks
-            sources = np.asarray(item.blocks[: len(targets)], np.int32)
-            differ = sources != targets
-            pairs.append(np.stack([sources[differ], targets[differ]]))
-        both = np.concatenate(pairs, axis=1)
-        if both.size:
-            copy_blocks(self.layers, self.positions, to_device([both], self.layers.device)[0])
-
-    def _groups(self, planned: Sequence[Planned]) -> Iterator[list[Planned]]:
-        """Yield parts whose scratch memory is bounded, unless a request is too large by itself."""
+    def _groups(self, lengths: IntArray) -> Iterator[slice]:
+        """Yield parts of a step whose scratch memory is bounded, unless a request is too large by itself."""
         room = SCRATCH_BYTES // (_BYTES_PER_SLOT * self.layers.num_layers * self.layers.num_kv_heads)
-        group: list[Planned] = []
-        total = 0
-        for item in planned:
-            length = item.eviction.physical_len
-            if group and total + length > room:
-                yield group
-                group, total = [], 0
-            group.append(item)
-            total += length
-        yield group
+        ends = np.cumsum(lengths, dtype=np.int64)
+        start = taken = 0
+        while start < len(lengths):
+            stop = max(int(np.searchsorted(ends, taken + room, side="right")), start + 1)
+            yield slice(start, stop)
+            start, taken = stop, int(ends[stop - 1])
 
-    def _compact_group(self, group: Sequence[Planned]) -> None:
-        size = self.block_size
-        evictions = [item.eviction for item in group]
-        lengths = [e.physical_len for e in evictions]
-        tables = []
-        for item, length in zip(group, lengths, strict=True):
-            targets = item.eviction.dst_blocks.tolist()
-            tables.append(targets + list(item.blocks[len(targets) : -(-length // size)]))
-        batch = self._batch(tables, lengths, [e.keep for e in evictions], [e.protect for e in evictions])
-        held = [self.held(e.request_id) for e in evictions]
-        first = [known.kept for known in held]
+    def _compact_group(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray) -> None:
+        """Compact some of a step's requests, in ``blocks``: one request after the other."""
+        lengths, first = plan.physical_len[group], before.kept[group]
+        batch = self._batch(Tables(blocks, plan.num_src()[group]), lengths, plan.keep[group], plan.protect[group])
         # What was written since the last eviction stands last and in order; older slots may be in any order.
-        newest_last = all(
-            known.epoch == 0 or length - known.kept >= self.window for known, length in zip(held, lengths, strict=True)
-        )
-        keys, logical = [item.key for item in group], [e.logical_len for e in evictions]
-        shift = [known.evicted for known in held]
-        self._evict(batch, first, lengths, logical, shift, keys, newest_last)
+        newest_last = bool(((before.epoch[group] == 0) | (lengths - first >= self.window)).all())
+        logical, shift = plan.logical_len[group].tolist(), before.evicted[group]
+        self._evict(batch, first, lengths.tolist(), logical, shift, before.keys[group], newest_last)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
@@ -224,10 +207,10 @@ class KernelCompactor(Compactor):
     def _evict(
         self,
         batch: RaggedBatch,
-        first: Sequence[int],
+        first: Sequence[int] | IntArray,
         lengths: Sequence[int],
         logical: Sequence[int],
-        shift: Sequence[int],
+        shift: Sequence[int] | IntArray,
         keys: Sequence[int],
         newest_last: bool,
     ) -> None:
@@ -257,10 +240,10 @@ class KernelCompactor(Compactor):
         mask, _ = select_ragged(scores, chosen)
         fill_ragged(x.layers, x.batch, mask, x.positions, scratch=scores.view(torch.int32))
 
-    def _kept(self, item: Planned) -> IntArray:
+    def _kept(self, blocks: IntArray, keep: int) -> IntArray:
         """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""
-        slots = torch.arange(item.eviction.keep, device=self.layers.device)
-        table = torch.from_numpy(item.eviction.dst_blocks).to(self.layers.device, torch.int64)
+        slots = torch.arange(keep, device=self.layers.device)
+        table = torch.from_numpy(blocks).to(self.layers.device, torch.int64)
         size = self.layers.block_size
         where = self.positions[:, table[slots // size], :, slots % size].permute(1, 2, 0)
         return where.sort(dim=-1).values.cpu().numpy()

@@ -75,7 +75,8 @@ class BudgetRule:
         A request is due when it holds ``slack`` tokens more than it may keep, so that one compaction pays for
         ``slack`` steps.
         """
-        return self.keep(logical, prompt) if self.gap(logical, physical, prompt) <= 0 else None
+        keep = self.keep(logical, prompt)
+        return keep if physical - keep >= self.slack else None
 
     def gap(self, logical: int, physical: int, prompt: int) -> int:
         """Return how many tokens a request must at least still grow by before it is due; 0 or less if it is."""

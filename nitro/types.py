@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Eviction:
     """One request's eviction in one engine step: how many tokens stay, and where they go.
 
@@ -27,8 +27,7 @@ class Eviction:
         keep: slots held after it; ``0 < keep < physical_len``.
         protect: the first slots that always stay (the sinks, or the whole prompt).
         dst_blocks: int32 block ids, ``ceil(keep / block_size)`` of them, that hold the survivors afterwards.
-        src_blocks: int32 block ids, ``ceil(physical_len / block_size)`` of them, that hold the tokens before; for
-            workers that do not remember them.
+        src_blocks: int32 block ids, ``ceil(physical_len / block_size)`` of them, that hold the tokens before.
     """
 
     request_id: str
@@ -38,14 +37,124 @@ class Eviction:
     keep: int
     protect: int
     dst_blocks: IntArray
-    src_blocks: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    src_blocks: IntArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """All evictions of one engine step; travels with vLLM's SchedulerOutput to every worker."""
+    """All evictions of one engine step, as columns; travels with vLLM's SchedulerOutput to every worker.
 
-    evictions: tuple[Eviction, ...]
+    Most evictions are in place: the survivors go to the first blocks that the request has. So destinations are said
+    only where they differ from that.
+
+    Attributes:
+        request_ids: of R requests, each once.
+        counts: int32 ``[5, R]``: ``epoch``, ``logical_len``, ``physical_len``, ``keep``, ``protect`` of ``Eviction``.
+        src_blocks: int32 ``[B]``, the ``src_blocks`` of one request after the other.
+        moved: int32 ``[2, M]``: where in ``src_blocks`` a destination is not the block itself, ascending, and the block
+            that it is there.
+        block_size: slots of a block.
+    """
+
+    request_ids: tuple[str, ...]
+    counts: IntArray
+    src_blocks: IntArray
+    moved: IntArray
+    block_size: int
+
+    @classmethod
+    def of(cls, evictions: Sequence[Eviction], block_size: int) -> StepPlan:
+        """Return these evictions, at least one, as columns."""
+        numbers = [(e.epoch, e.logical_len, e.physical_len, e.keep, e.protect) for e in evictions]
+        places, blocks, start = [], [], 0
+        for e in evictions:
+            differ = np.flatnonzero(e.dst_blocks != e.src_blocks[: len(e.dst_blocks)])
+            places.append(start + differ)
+            blocks.append(e.dst_blocks[differ])
+            start += len(e.src_blocks)
+        return cls(
+            request_ids=tuple(e.request_id for e in evictions),
+            counts=np.ascontiguousarray(np.array(numbers, np.int32).T),
+            src_blocks=np.concatenate([e.src_blocks for e in evictions]),
+            moved=np.stack([np.concatenate(places), np.concatenate(blocks)]).astype(np.int32),
+            block_size=block_size,
+        )
+
+    def __len__(self) -> int:
+        """R."""
+        return len(self.request_ids)
+
+    @property
+    def epoch(self) -> IntArray:
+        """Int32 ``[R]``."""
+        return self.counts[0, :]
+
+    @property
+    def logical_len(self) -> IntArray:
+        """Int32 ``[R]``."""
+        return self.counts[1, :]
+
+    @property
+    def physical_len(self) -> IntArray:
+        """Int32 ``[R]``."""
+        return self.counts[2, :]
+
+    @property
+    def keep(self) -> IntArray:
+        """Int32 ``[R]``."""
+        return self.counts[3, :]
+
+    @property
+    def protect(self) -> IntArray:
+        """Int32 ``[R]``."""
+        return self.counts[4, :]
+
+    def num_src(self) -> IntArray:
+        """Return how many blocks each request has before, int32 ``[R]``."""
+        return -(-self.physical_len // self.block_size)
+
+    def num_dst(self) -> IntArray:
+        """Return how many blocks each request has after, int32 ``[R]``."""
+        return -(-self.keep // self.block_size)
+
+    def src_ends(self) -> npt.NDArray[np.int64]:
+        """Return where in ``src_blocks`` each request's end, int64 ``[R]``."""
+        return np.cumsum(self.num_src(), dtype=np.int64)
+
+    def stitched_blocks(self) -> IntArray:
+        """Return ``src_blocks`` with the destinations in place of what they replace: a new int32 ``[B]``.
+
+        These are the blocks to compact in once what is shared has been copied to its destination.
+        """
+        blocks = self.src_blocks.copy()
+        blocks[self.moved[0]] = self.moved[1]
+        return blocks
+
+    def moved_cells(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the request (an index) and the column of its block table of each entry of ``moved``, ``[M]`` each."""
+        ends = self.src_ends()
+        request = np.searchsorted(ends, self.moved[0], side="right")
+        return request, self.moved[0] - ends[request] + self.num_src()[request]
+
+    def evictions(self) -> tuple[Eviction, ...]:
+        """Return one request after the other, for whoever takes them like this; the arrays are views."""
+        after, ends = self.stitched_blocks(), self.src_ends().tolist()
+        columns = (*self.counts.tolist(), (0, *ends), ends, self.num_dst().tolist())
+        return tuple(
+            Eviction(
+                request_id=request_id,
+                epoch=epoch,
+                logical_len=logical,
+                physical_len=physical,
+                keep=keep,
+                protect=protect,
+                dst_blocks=after[start : start + kept],
+                src_blocks=self.src_blocks[start:end],
+            )
+            for request_id, epoch, logical, physical, keep, protect, start, end, kept in zip(
+                self.request_ids, *columns, strict=False
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

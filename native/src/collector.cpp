@@ -43,59 +43,63 @@ Collector::Collector(std::int64_t num_blocks, std::int64_t block_size, std::int6
 std::vector<BlockId> Collector::plan(Handle request, std::span<const BlockId> blocks,
                                      std::span<const std::uint8_t> reusable, std::int64_t physical,
                                      std::int64_t keep) const {
-  if (reusable.size() != blocks.size()) {
-    throw std::invalid_argument(text("reusable has ", reusable.size(), " entries, blocks ", blocks.size(),
-                                     ": pass one flag for each block of the table"));
-  }
   check_table(request, blocks, physical, keep);
+  if (reusable.size() < blocks_for(keep)) {
+    throw std::invalid_argument(text("reusable has ", reusable.size(), " entries, but keep=", keep, " slots of ",
+                                     block_size_, " need ", blocks_for(keep),
+                                     " blocks: pass one flag for each of the table's first blocks"));
+  }
   std::vector<BlockId> dst(blocks_for(keep));
   for (std::size_t i = 0; i < dst.size(); ++i) dst[i] = reusable[i] != 0 ? blocks[i] : kNeedsFresh;
   return dst;
 }
 
-std::vector<BlockId> Collector::commit(Handle request, std::span<const BlockId> blocks, std::span<const BlockId> dst,
-                                       std::int64_t physical, std::int64_t keep) {
-  check_table(request, blocks, physical, keep);
-  if (dst.size() != blocks_for(keep)) {
-    throw std::invalid_argument(text("dst has ", dst.size(), " blocks, but keep=", keep, " slots of ", block_size_,
-                                     " need ", blocks_for(keep), ": pass what plan() returned, filled"));
+Committed Collector::commit_all(std::span<const Eviction> evictions) {
+  for (const Eviction& eviction : evictions) {
+    eviction.in_place ? check_in_place(eviction) : check_move(eviction);
   }
-  // check_table() left its stamp on the table. Stamping dst anew tells three kinds of blocks apart: still with the old
-  // stamp (to be freed), with the new one (kept), or with neither (not the request's).
-  const std::uint64_t in_table = stamp_++;
-  for (std::size_t i = 0; i < dst.size(); ++i) {
-    check_block(request, "destination", dst[i]);
-    if (dst[i] != blocks[i]) {
-      if (mark_of(dst[i]) == in_table) {
-        throw IntegrityError(text("request #", request, ": destination ", i, " is block ", dst[i],
-                                  ", which is another block of the same table, where survivors are read from"));
-      }
-      check_unowned(request, "fresh", dst[i]);
-    }
-    if (!mark(dst[i])) throw IntegrityError(text("request #", request, ": block ", dst[i], " is in dst twice"));
-  }
+  check_together(evictions);
 
   // From here on only allocations can throw, and they all come before the first change.
-  std::vector<BlockId> freed;
-  freed.reserve(blocks.size());
-  for (std::size_t i = blocks.size(); i-- > 0;) {
-    if (mark_of(blocks[i]) == in_table) freed.push_back(blocks[i]);
+  Committed done = outcome(evictions);
+  std::vector<std::vector<BlockId>> owned;  // of those that are not in place, in order
+  std::unordered_map<Handle, Account> newcomers;
+  for (const Eviction& eviction : evictions) {
+    if (eviction.in_place) continue;
+    owned.emplace_back(eviction.dst.begin(), eviction.dst.end());
+    if (find(eviction.request) == nullptr) newcomers.try_emplace(eviction.request);
   }
-  std::vector<BlockId> owned(dst.begin(), dst.end());
-  Account& account = accounts_[request];
+  accounts_.reserve(accounts_.size() + newcomers.size());
+  accounts_.merge(newcomers);
 
-  for (const BlockId block : freed) owner_[static_cast<std::size_t>(block)] = kNobody;
-  for (const BlockId block : dst) owner_[static_cast<std::size_t>(block)] = request;
-  account.blocks = std::move(owned);
-  account.kept = keep;
-  account.evicted += physical - keep;
-  ++account.epoch;
-  ++counters_.evictions;
-  counters_.tokens_evicted += physical - keep;
-  // Every fresh block replaces one of the table that is freed, so the difference in length is the net gain.
-  counters_.blocks_freed += static_cast<std::int64_t>(blocks.size() - dst.size());
+  // All blocks are given up before any is booked: requests that enter together may have shared some.
+  for (const BlockId block : done.freed) owner_[static_cast<std::size_t>(block)] = kNobody;
+  auto next = owned.begin();
+  for (const Eviction& eviction : evictions) {
+    Account& account = accounts_.find(eviction.request)->second;
+    const std::size_t count = eviction.in_place ? account.blocks.size() : eviction.blocks.size();
+    if (eviction.in_place) {
+      account.blocks.resize(blocks_for(eviction.keep));
+    } else {
+      account.blocks = std::move(*next++);
+      for (const BlockId block : account.blocks) owner_[static_cast<std::size_t>(block)] = eviction.request;
+    }
+    account.kept = eviction.keep;
+    account.evicted += eviction.physical - eviction.keep;
+    ++account.epoch;
+    ++counters_.evictions;
+    counters_.tokens_evicted += eviction.physical - eviction.keep;
+    // Every fresh block replaces one of the table that is freed, so the difference in length is the net gain.
+    counters_.blocks_freed += static_cast<std::int64_t>(count - account.blocks.size());
+  }
   check_if_debug();
-  return freed;
+  return done;
+}
+
+std::vector<BlockId> Collector::commit(Handle request, std::span<const BlockId> blocks, std::span<const BlockId> dst,
+                                       std::int64_t physical, std::int64_t keep) {
+  const Eviction eviction{.request = request, .physical = physical, .keep = keep, .blocks = blocks, .dst = dst};
+  return commit_all({&eviction, 1}).freed;
 }
 
 void Collector::adopt(Handle request, std::span<const BlockId> blocks) {
@@ -209,17 +213,28 @@ void Collector::check_unowned(Handle request, std::string_view role, BlockId blo
   }
 }
 
-void Collector::check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical,
-                            std::int64_t keep) const {
+void Collector::check_lengths(Handle request, std::size_t count, std::int64_t physical, std::int64_t keep) const {
   if (request < 0) throw std::invalid_argument(text("handle ", request, " is negative: handles count from 0"));
   if (keep < 1 || keep >= physical) {
     throw std::invalid_argument(text("keep=", keep, " is outside [1, physical=", physical,
                                      "): an eviction keeps at least one token and drops at least one"));
   }
-  if (blocks_for(physical) > blocks.size()) {
+  if (blocks_for(physical) > count) {
     throw IntegrityError(text("request #", request, ": physical=", physical, " slots need ", blocks_for(physical),
-                              " blocks of ", block_size_, ", but its table has ", blocks.size()));
+                              " blocks of ", block_size_, ", but its table has ", count));
   }
+}
+
+void Collector::check_grown(Handle request, const Account& account, std::int64_t physical) const {
+  if (physical < account.kept) {
+    throw IntegrityError(text("request #", request, ": physical=", physical, " slots, but the last eviction left ",
+                              account.kept, " and none were dropped since"));
+  }
+}
+
+void Collector::check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical,
+                            std::int64_t keep) const {
+  check_lengths(request, blocks.size(), physical, keep);
   ++stamp_;
   for (const BlockId block : blocks) {
     check_block(request, "table", block);
@@ -235,10 +250,108 @@ void Collector::check_table(Handle request, std::span<const BlockId> blocks, std
                               account->blocks.size(), " blocks that the ledger says it owns: adopt() new blocks, and ",
                               "release() preempted and finished requests"));
   }
-  if (physical < account->kept) {
-    throw IntegrityError(text("request #", request, ": physical=", physical, " slots, but the last eviction left ",
-                              account->kept, " and none were dropped since"));
+  check_grown(request, *account, physical);
+}
+
+void Collector::check_in_place(const Eviction& eviction) const {
+  const Handle request = eviction.request;
+  const Account* account = find(request);
+  if (account == nullptr) {
+    throw IntegrityError(text("request #", request, ": its first eviction cannot be in place: pass its table, and ",
+                              "what plan() returned, filled"));
   }
+  const std::vector<BlockId>& owned = account->blocks;
+  if (eviction.count < 0 || static_cast<std::size_t>(eviction.count) != owned.size() ||
+      eviction.first != owned.front() || eviction.last != owned.back()) {
+    throw IntegrityError(text("request #", request, ": its table of ", eviction.count, " blocks, ", eviction.first,
+                              " to ", eviction.last, ", is not the ", owned.size(), " blocks, ", owned.front(), " to ",
+                              owned.back(), ", that the ledger says it owns: adopt() new blocks, and release() ",
+                              "preempted and finished requests"));
+  }
+  check_lengths(request, owned.size(), eviction.physical, eviction.keep);
+  check_grown(request, *account, eviction.physical);
+}
+
+void Collector::check_move(const Eviction& eviction) const {
+  const Handle request = eviction.request;
+  const std::span<const BlockId> blocks = eviction.blocks;
+  const std::span<const BlockId> dst = eviction.dst;
+  check_table(request, blocks, eviction.physical, eviction.keep);
+  if (dst.size() != blocks_for(eviction.keep)) {
+    throw std::invalid_argument(text("dst has ", dst.size(), " blocks, but keep=", eviction.keep, " slots of ",
+                                     block_size_, " need ", blocks_for(eviction.keep),
+                                     ": pass what plan() returned, filled"));
+  }
+  // check_table() left its stamp on the table.
+  const std::uint64_t in_table = stamp_++;
+  for (std::size_t i = 0; i < dst.size(); ++i) {
+    check_block(request, "destination", dst[i]);
+    if (dst[i] != blocks[i]) {
+      if (mark_of(dst[i]) == in_table) {
+        throw IntegrityError(text("request #", request, ": destination ", i, " is block ", dst[i],
+                                  ", which is another block of the same table, where survivors are read from"));
+      }
+      check_unowned(request, "fresh", dst[i]);
+    }
+    if (!mark(dst[i])) throw IntegrityError(text("request #", request, ": block ", dst[i], " is in dst twice"));
+  }
+}
+
+// What each eviction's own checks cannot see. Blocks of evictions in place are owned, so that nobody else can name
+// them.
+void Collector::check_together(std::span<const Eviction> evictions) const {
+  if (evictions.size() < 2) return;
+  std::vector<Handle> requests;
+  requests.reserve(evictions.size());
+  for (const Eviction& eviction : evictions) requests.push_back(eviction.request);
+  std::sort(requests.begin(), requests.end());
+  const auto twice = std::adjacent_find(requests.begin(), requests.end());
+  if (twice != requests.end()) throw IntegrityError(text("request #", *twice, " is evicted from twice in one step"));
+
+  const std::uint64_t in_table = ++stamp_;
+  for (const Eviction& eviction : evictions) {
+    for (const BlockId block : eviction.blocks) static_cast<void>(mark(block));
+  }
+  ++stamp_;
+  for (const Eviction& eviction : evictions) {
+    for (std::size_t i = 0; i < eviction.dst.size(); ++i) {
+      const BlockId block = eviction.dst[i];
+      if (block != eviction.blocks[i] && mark_of(block) == in_table) {
+        throw IntegrityError(text("request #", eviction.request, ": fresh block ", block,
+                                  " is in the table of another request of the same step, where it is read"));
+      }
+      if (!mark(block)) {
+        throw IntegrityError(
+            text("request #", eviction.request, ": block ", block, " is a destination of two requests of one step"));
+      }
+    }
+  }
+}
+
+Committed Collector::outcome(std::span<const Eviction> evictions) const {
+  Committed done;
+  for (const Eviction& eviction : evictions) {
+    const Account* account = find(eviction.request);
+    const std::span<const BlockId> table = eviction.in_place ? account->blocks : eviction.blocks;
+    const auto kept = [&](std::size_t i) {
+      return i < blocks_for(eviction.keep) && (eviction.in_place || eviction.dst[i] == table[i]);
+    };
+    done.epochs.push_back(account == nullptr ? 0 : static_cast<std::int32_t>(account->epoch));
+    for (std::size_t i = 0; i < eviction.dst.size(); ++i) {
+      if (kept(i)) continue;
+      done.moved.push_back(static_cast<std::int32_t>(done.src.size() + i));
+      done.moved_to.push_back(eviction.dst[i]);
+    }
+    const std::size_t used = blocks_for(eviction.physical);
+    done.src.insert(done.src.end(), table.begin(), table.begin() + static_cast<std::ptrdiff_t>(used));
+    for (std::size_t i = table.size(); i-- > 0;) {
+      if (kept(i)) continue;
+      done.freed.push_back(table[i]);
+      // Owners lie far apart, and are written once all evictions have been looked at.
+      __builtin_prefetch(&owner_[static_cast<std::size_t>(table[i])], 1);
+    }
+  }
+  return done;
 }
 
 void Collector::check_if_debug() const {

@@ -1,14 +1,20 @@
-// nitro._native: bindings only. Arrays come in as one-dimensional, and go out as fresh NumPy arrays.
+// nitro._native: bindings only. Arrays come in as one-dimensional, and go out as fresh NumPy arrays; short columns that
+// Python makes, or takes apart, element by element are lists, which costs less than the way through NumPy.
 //
 // The GIL is kept during all calls: they take microseconds, and it is what serialises access to a Collector.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <span>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "nitro/collector.hpp"
@@ -32,6 +38,46 @@ std::span<const T> view(const char* name, const Array<T>& array) {
 
 py::array_t<std::int32_t> to_numpy(const std::vector<std::int32_t>& values) {
   return py::array_t<std::int32_t>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// By index: the tables and destinations of evictions that are not in place.
+using Moves = std::map<std::size_t, std::pair<Array<std::int32_t>, Array<std::int32_t>>>;
+
+using Column = std::vector<std::int32_t>;
+
+std::vector<nitro::Eviction> evictions_of(const Column& requests, const Column& physical, const Column& keep,
+                                          const Column& count, const Column& first, const Column& last,
+                                          const Moves& moves) {
+  const std::size_t size = requests.size();
+  for (const Column* column : {&physical, &keep, &count, &first, &last}) {
+    if (column->size() != size) {
+      throw py::value_error("a column has " + std::to_string(column->size()) + " entries, requests " +
+                            std::to_string(size) + ": pass one for each request");
+    }
+  }
+  std::vector<nitro::Eviction> evictions;
+  evictions.reserve(size);
+  for (std::size_t i = 0; i < size; ++i) {
+    evictions.push_back({.request = requests[i],
+                         .physical = physical[i],
+                         .keep = keep[i],
+                         .in_place = true,
+                         .count = count[i],
+                         .first = first[i],
+                         .last = last[i],
+                         .blocks = {},
+                         .dst = {}});
+  }
+  for (const auto& [index, arrays] : moves) {
+    if (index >= size) {
+      throw py::value_error("moves has index " + std::to_string(index) + ", but there are " + std::to_string(size) +
+                            " requests");
+    }
+    evictions[index].in_place = false;
+    evictions[index].blocks = view("blocks", arrays.first);
+    evictions[index].dst = view("dst", arrays.second);
+  }
+  return evictions;
 }
 
 }  // namespace
@@ -64,17 +110,19 @@ PYBIND11_MODULE(_native, m) {
           },
           py::arg("request"), py::arg("blocks"), py::arg("reusable"), py::arg("physical"), py::arg("keep"))
       .def(
-          "commit",
-          [](Collector& self, Handle request, const Array<std::int32_t>& blocks, const Array<std::int32_t>& dst,
-             std::int64_t physical, std::int64_t keep) {
-            return to_numpy(self.commit(request, view("blocks", blocks), view("dst", dst), physical, keep));
+          "commit_all",
+          [](Collector& self, const Column& requests, const Column& physical, const Column& keep, const Column& count,
+             const Column& first, const Column& last, const Moves& moves) {
+            nitro::Committed done = self.commit_all(evictions_of(requests, physical, keep, count, first, last, moves));
+            py::array_t<std::int32_t> moved({py::ssize_t{2}, static_cast<py::ssize_t>(done.moved.size())});
+            std::copy(done.moved.begin(), done.moved.end(), moved.mutable_data());
+            std::copy(done.moved_to.begin(), done.moved_to.end(), moved.mutable_data() + done.moved.size());
+            return std::tuple(std::move(done.epochs), to_numpy(done.src), std::move(moved), to_numpy(done.freed));
           },
-          py::arg("request"), py::arg("blocks"), py::arg("dst"), py::arg("physical"), py::arg("keep"))
+          py::arg("requests"), py::arg("physical"), py::arg("keep"), py::arg("count"), py::arg("first"),
+          py::arg("last"), py::arg("moves"))
       .def(
-          "adopt",
-          [](Collector& self, Handle request, const Array<std::int32_t>& blocks) {
-            self.adopt(request, view("blocks", blocks));
-          },
+          "adopt", [](Collector& self, Handle request, const Column& blocks) { self.adopt(request, blocks); },
           py::arg("request"), py::arg("blocks"))
       .def("release", &Collector::release, py::arg("request"))
       .def("evicted", &Collector::evicted, py::arg("request"))

@@ -28,11 +28,14 @@ namespace {
 using nitro::BlockId;
 using nitro::Collector;
 using nitro::CollectorProbe;
+using nitro::Committed;
 using nitro::Counters;
+using nitro::Eviction;
 using nitro::IntegrityError;
 using nitro::kNeedsFresh;
 using nitro::kNobody;
 using Blocks = std::vector<BlockId>;
+using Evictions = std::vector<Eviction>;
 using Flags = std::vector<std::uint8_t>;
 
 Collector pool() { return {16, 4, 0}; }
@@ -77,7 +80,7 @@ TEST(plan_rounds_up_at_block_borders) {
 TEST(plan_refuses_lengths_that_no_eviction_has) {
   const Collector collector = pool();
   const Blocks table{1, 2};
-  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1}, 8, 4), "reusable has 1", "blocks 2");
+  CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1}, 8, 5), "reusable has 1", "keep=5", "need 2");
   CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, 8, 0), "keep=0");
   CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, 8, 8), "keep=8", "physical=8");
   CHECK_THROWS(std::invalid_argument, collector.plan(7, table, Flags{1, 1}, -8, -9), "keep=-9");
@@ -173,6 +176,105 @@ TEST(a_table_must_be_what_the_ledger_says) {
   CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{2, 5}, Flags{1, 1}, 8, 4), "#7");
   CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 5, 4), "physical=5", "left 6");
   CHECK((collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 6, 4) == Blocks{5}));
+}
+
+Eviction in_place(nitro::Handle request, std::int64_t physical, std::int64_t keep, std::int64_t count, BlockId first,
+                  BlockId last) {
+  return {.request = request,
+          .physical = physical,
+          .keep = keep,
+          .in_place = true,
+          .count = count,
+          .first = first,
+          .last = last,
+          .blocks = {},
+          .dst = {}};
+}
+
+Eviction move(nitro::Handle request, const Blocks& blocks, const Blocks& dst, std::int64_t physical,
+              std::int64_t keep) {
+  return {.request = request, .physical = physical, .keep = keep, .blocks = blocks, .dst = dst};
+}
+
+TEST(a_step_evicts_from_old_and_new_requests_together) {
+  Collector collector = with_request_7();
+  collector.adopt(7, Blocks{1, 3});
+  const Blocks table{6, 8, 9, 10};
+  const Blocks dst{11, 8};
+  const Committed done = collector.commit_all(
+      Evictions{in_place(7, 13, 4, 4, 5, 3), move(8, table, dst, 12, 7)});  // block 10 is a lookahead block
+  CHECK((done.epochs == std::vector<std::int32_t>{1, 0}));
+  CHECK((done.src == Blocks{5, 2, 1, 3, 6, 8, 9}));
+  CHECK((done.moved == std::vector<std::int32_t>{4}) && (done.moved_to == Blocks{11}));
+  CHECK((done.freed == Blocks{3, 1, 2, 10, 9, 6}));
+  CHECK((collector.owned(7) == Blocks{5}) && (collector.owned(8) == Blocks{11, 8}));
+  CHECK(collector.owner(2) == kNobody && collector.owner(8) == 8 && collector.owner(6) == kNobody);
+  CHECK(collector.evicted(7) == 18 && collector.epoch(7) == 2 && collector.evicted(8) == 5);
+  CHECK((collector.counters() == Counters{.evictions = 3, .tokens_evicted = 23, .blocks_freed = 7}));
+  collector.check_integrity();
+}
+
+TEST(an_empty_step_changes_nothing) {
+  Collector collector = with_request_7();
+  const Committed done = collector.commit_all({});
+  CHECK(done.epochs.empty() && done.src.empty() && done.moved.empty() && done.freed.empty());
+  CHECK(collector.counters().evictions == 1);
+}
+
+TEST(newcomers_of_one_step_may_share_what_they_give_up) {
+  Collector collector = pool();
+  const Blocks mine{1, 2, 3};
+  const Blocks yours{1, 2, 4};
+  const Committed done =
+      collector.commit_all(Evictions{move(1, mine, Blocks{5}, 12, 4), move(2, yours, Blocks{6}, 12, 4)});
+  CHECK((done.freed == Blocks{3, 2, 1, 4, 2, 1}));
+  CHECK(collector.owner(5) == 1 && collector.owner(6) == 2 && collector.owner(1) == kNobody);
+}
+
+TEST(a_bad_eviction_anywhere_in_a_step_changes_nothing) {
+  const Blocks table{6, 8};
+  const Blocks one{6};
+  const Blocks other{9, 10};
+  const Blocks fresh{11};
+  const Blocks beyond{16};
+  const Blocks taken{8};
+  const Blocks stolen{1};
+  const struct {
+    Eviction eviction;
+    std::string_view message;
+  } bad[] = {
+      {in_place(9, 8, 4, 2, 9, 10), "first eviction"},
+      {in_place(7, 13, 4, 3, 5, 3), "table of 3"},
+      {in_place(7, 13, 4, 4, 1, 3), "1 to 3"},
+      {in_place(7, 13, 4, 4, 5, 2), "5 to 2"},
+      {in_place(7, 17, 4, 4, 5, 3), "need 5"},
+      {in_place(7, 5, 4, 4, 5, 3), "left 6"},
+      {move(9, other, beyond, 8, 4), "block 16"},
+      {move(9, other, stolen, 8, 4), "already belongs to request #7"},
+      {move(9, other, taken, 8, 4), "table of another request"},
+      {move(9, other, fresh, 8, 4), "destination of two"},
+      {move(9, other, fresh, 9, 4), "need 3"},
+  };
+  for (const auto& [eviction, message] : bad) {
+    for (const bool last : {false, true}) {
+      Collector collector = with_request_7();
+      collector.adopt(7, Blocks{1, 3});
+      Evictions step{move(8, table, fresh, 8, 4)};
+      step.insert(last ? step.end() : step.begin(), eviction);
+      if (eviction.request != 7) step.push_back(in_place(7, 13, 4, 4, 5, 3));
+      CHECK_THROWS(IntegrityError, collector.commit_all(step), message);
+      CHECK(collector.size() == 1 && collector.epoch(7) == 1 && collector.owned(8).empty());
+      CHECK((collector.owned(7) == Blocks{5, 2, 1, 3}) && collector.owner(11) == kNobody);
+      CHECK(collector.counters().evictions == 1);
+      collector.check_integrity();
+    }
+  }
+  Collector collector = with_request_7();
+  const Eviction again = in_place(7, 8, 4, 2, 5, 2);
+  CHECK_THROWS(IntegrityError, collector.commit_all(Evictions{again, again}), "#7", "twice in one step");
+  CHECK_THROWS(std::invalid_argument, collector.commit_all(Evictions{in_place(7, 8, 8, 2, 5, 2)}), "keep=8");
+  CHECK_THROWS(std::invalid_argument, collector.commit_all(Evictions{move(8, table, one, 8, 5)}), "need 2");
+  CHECK(collector.epoch(7) == 1 && collector.size() == 1);
 }
 
 TEST(adopt_books_only_free_blocks) {

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from nitro import policies
-from nitro.compactor import Compactor, Planned
+from nitro.compactor import Compactor, request_key
 from nitro.dense_compactor import DenseCompactor
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
-from nitro.types import Eviction
+from nitro.types import Eviction, StepPlan
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
 SINKS, WINDOW = 2, 6
@@ -111,7 +111,7 @@ class World:
 
     def evict(self, keep: dict[str, int], protect: int = SINKS) -> list[list[list[list[int]]]]:
         """Evict from these requests in one step; return what each keeps, ``[request][layer][head]`` ascending."""
-        planned, freed = [], []
+        evictions, freed = [], []
         for name, count in keep.items():
             sequence = self.sequences[name]
             head = sequence.blocks[: -(-count // BLOCK)]
@@ -124,15 +124,17 @@ class World:
                 count,
                 min(protect, count),
                 np.array(target, np.int32),
+                np.array(sequence.blocks[: -(-sequence.physical // BLOCK)], np.int32),
             )
-            planned.append(Planned(eviction, list(sequence.blocks), name))
+            evictions.append(eviction)
             freed += [b for b in sequence.blocks if b not in target and b not in self.shared]
         assert self.compactor.records is not None
         self.compactor.records.clear()
-        self.compactor.apply(planned)
+        if evictions:
+            self.compactor.apply(StepPlan.of(evictions, BLOCK))
         results = []
-        for item, record in zip(planned, self.compactor.records, strict=True):
-            sequence, eviction = self.sequences[item.eviction.request_id], item.eviction
+        for eviction, record in zip(evictions, self.compactor.records, strict=True):
+            sequence = self.sequences[eviction.request_id]
             assert record.request_id == eviction.request_id
             assert record.kept.shape == (LAYERS, HEADS, eviction.keep)
             kept = record.kept.tolist()
@@ -203,7 +205,7 @@ def check_choice(policy: str, *, device: str = "cpu") -> None:
         torch.stack([v for _, v in rows]),
         torch.arange(60, dtype=torch.int32).expand(LAYERS, HEADS, 60),
         slice(None),
-        Planned(Eviction("x", 0, 60, 60, 30, 2, np.zeros(4, np.int32)), [], "x").key,
+        request_key("x"),
         60,
     )
     scores = policies.get(policy).score(x)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nitro.collector import Collector
+from nitro.collector import Collector, Committed, TableEnds
 from nitro.errors import IntegrityError
 from nitro.types import Counters, IntArray
 
@@ -122,7 +124,7 @@ ALL = flags(1, 1, 1)
     [
         (lambda c: c.plan("new", TABLE, ALL, 12, 0), ValueError, r"keep=0 is outside \[1, physical=12\)"),
         (lambda c: c.plan("new", TABLE, ALL, 12, 12), ValueError, r"keep=12 is outside \[1, physical=12\)"),
-        (lambda c: c.plan("new", TABLE, flags(1), 12, 4), ValueError, "reusable has 1 entries, blocks 3"),
+        (lambda c: c.plan("new", TABLE, flags(1), 12, 5), ValueError, "reusable has 1 entries, but keep=5 .* need 2"),
         (lambda c: c.plan("new", TABLE.reshape(1, 3), ALL, 12, 4), ValueError, "blocks has 2 dimensions"),
         (lambda c: c.plan("new", TABLE.astype(np.int64), ALL, 12, 4), TypeError, "incompatible function arguments"),
         (lambda c: c.plan("new", TABLE, ALL, 13, 4), IntegrityError, "request 'new': physical=13 slots need 4 blocks"),
@@ -171,6 +173,70 @@ def test_a_refused_call_says_why_and_changes_nothing(
     collector.check_integrity()
 
 
+def test_a_step_of_old_and_new_requests(collector: Collector) -> None:
+    collector.adopt("old", [1, 3])
+    done = collector.commit_all(
+        ["old", "new", "other"],
+        [13, 12, 8],
+        [4, 7, 2],
+        TableEnds([4, 0, 0], [5, 0, 0], [3, 0, 0]),
+        {1: (blocks(6, 8, 9, 10), blocks(11, 8)), 2: (blocks(6, 12), blocks(13))},
+    )
+    assert done.epochs == [1, 0, 0]
+    assert done.src.tolist() == [5, 2, 1, 3, 6, 8, 9, 6, 12]
+    assert done.moved.tolist() == [[4, 7], [11, 13]]
+    assert done.freed.tolist() == [3, 1, 2, 10, 9, 6, 12, 6]
+    assert [collector.owned(name).tolist() for name in ("old", "new", "other")] == [[5], [11, 8], [13]]
+    assert [collector.evicted(name) for name in ("old", "new", "other")] == [18, 5, 6]
+    collector.check_integrity()
+    assert [collector.release(name) for name in ("old", "new", "other", "nobody")] == [18, 5, 6, 0]
+    assert collector.releases == 3
+    # Spare handles go to the newcomers of one step one by one.
+    none = TableEnds([0, 0], [0, 0], [0, 0])
+    collector.commit_all(["a", "b"], [8, 8], [4, 4], none, {0: (blocks(1, 2), blocks(1)), 1: (blocks(3, 4), blocks(3))})
+    assert len(collector._spare) == 1
+    collector.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("at_once", "error", "message"),
+    [
+        ({"new": None}, IntegrityError, "request 'new': its first eviction cannot be in place"),
+        (
+            {"old": (3, 5, 2)},
+            IntegrityError,
+            "request 'old': its table of 3 blocks, 5 to 2, is not the 2 blocks, 5 to 2,",
+        ),
+        ({"old": (2, 2, 5)}, IntegrityError, "request 'old': its table of 2 blocks, 2 to 5, is not"),
+        ({"new": ([6, 8], [9]), "other": ([10, 11], [9])}, IntegrityError, "'other': block 9 is a destination of two"),
+        ({"new": ([6, 8], [10]), "other": ([10, 11], [9])}, IntegrityError, "'new': fresh block 10 is in the table of"),
+        ({"new": ([6, 8], [9]), "other": ([10, 11], [5])}, IntegrityError, "'other': fresh block 5 .* 'old'"),
+    ],
+)
+def test_a_refused_step_says_why_and_changes_nothing(
+    collector: Collector, at_once: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    before = state_of(collector, "old", "new", "other")
+    ends: list[tuple[int, int, int]] = []
+    moves = {}
+    for index, what in enumerate(at_once.values()):
+        ends.append(what if what and len(what) == 3 else (0, 0, 0))
+        if what and len(what) == 2:
+            moves[index] = (blocks(*what[0]), blocks(*what[1]))
+    lengths = [8] * len(at_once), [4] * len(at_once)
+    with pytest.raises(error, match=message):
+        collector.commit_all(list(at_once), *lengths, TableEnds(*(list(x) for x in zip(*ends, strict=True))), moves)
+    assert state_of(collector, "old", "new", "other") == before
+    collector.check_integrity()
+
+
+def test_columns_of_a_step_must_fit(collector: Collector) -> None:
+    with pytest.raises(ValueError, match=r"a column has 1 entries, requests 2"):
+        collector.commit_all(["old", "b"], [8, 8], [4], TableEnds([2, 2], [5, 5], [2, 2]), {})
+    with pytest.raises(ValueError, match=r"moves has index 1, but there are 1 requests"):
+        collector.commit_all(["old"], [8], [4], TableEnds([2], [5], [2]), {1: (blocks(6), blocks(6))})
+
+
 def test_requests_without_evictions_are_not_the_ledgers_business(collector: Collector) -> None:
     before = state_of(collector, "old", "unknown")
     collector.adopt("unknown", [2, 99])  # not even looked at
@@ -183,6 +249,60 @@ def test_check_integrity_compares_the_mirror_with_the_core(collector: Collector)
     collector._evicted["old"] += 1
     with pytest.raises(IntegrityError, match=r"'old': 9.*'old': 10"):
         collector.check_integrity()
+
+
+class Step:
+    """The evictions of one engine step, as `commit_all` takes them."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self.names: list[str] = []
+        self.physical: list[int] = []
+        self.keep: list[int] = []
+        self.ends = TableEnds([], [], [])
+        self.moves: dict[int, tuple[IntArray, IntArray]] = {}
+
+    def add(self, name: str, table: list[int], physical: int, keep: int, dst: IntArray | None = None) -> None:
+        if dst is not None:
+            self.moves[len(self.names)] = (blocks(*table), dst)
+        self.names.append(name)
+        self.physical.append(physical)
+        self.keep.append(keep)
+        for column, value in zip(self.ends, (len(table), table[0], table[-1]), strict=True):
+            column.append(value)
+
+    def faults(self, at: int, epochs: dict[str, int]) -> list[str]:
+        where = ["destination", "table"] if at in self.moves else ["size", "first", "last"]
+        return ["physical", "keep", "twice", *where, *(["in place"] if self.names[at] not in epochs else [])]
+
+    def spoilt(self, at: int, fault: str) -> Step:
+        wrong = Step(self.collector)
+        for name in ("names", "physical", "keep", "ends", "moves"):
+            setattr(wrong, name, copy.deepcopy(getattr(self, name)))
+        if fault == "physical":
+            wrong.physical[at] += 1000
+        elif fault == "keep":
+            wrong.keep[at] = 0
+        elif fault == "twice":
+            wrong.names.append(wrong.names[at])
+            wrong.physical.append(wrong.physical[at])
+            wrong.keep.append(wrong.keep[at])
+            for column in wrong.ends:
+                column.append(column[at])
+            if at in wrong.moves:
+                wrong.moves[len(wrong.names) - 1] = wrong.moves[at]
+        elif fault == "destination":
+            wrong.moves[at][1][-1] = NULL
+        elif fault == "table":
+            wrong.moves[at][0][0] = NULL
+        elif fault == "in place":
+            del wrong.moves[at]
+        else:
+            getattr(wrong.ends, fault)[at] += 1
+        return wrong
+
+    def commit(self) -> Committed:
+        return self.collector.commit_all(self.names, self.physical, self.keep, self.ends, self.moves)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -277,6 +397,56 @@ class PoolMachine(RuleBasedStateMachine):
             self.totals.blocks_freed + len(freed) - int(holes.sum()),
         )
 
+    @precondition(lambda self: any(slots > 1 for slots in self.slots.values()))
+    @rule(data=st.data())
+    def evict_together(self, data: st.DataObject) -> None:
+        """One engine step: in place where it can be; half of the steps are spoilt first, and must change nothing."""
+        step = Step(self.collector)
+        evictable = sorted(r for r, slots in self.slots.items() if slots > 1)
+        for request_id in data.draw(st.lists(st.sampled_from(evictable), min_size=1, unique=True)):
+            table, slots = self.tables[request_id], self.slots[request_id]
+            keep = data.draw(st.integers(1, slots - 1))
+            if request_id in self.epochs and data.draw(st.booleans()):
+                step.add(request_id, table, slots, keep)
+                continue
+            reusable = flags(*(self.references[block] == 1 for block in table))
+            dst = self.collector.plan(request_id, blocks(*table), reusable, slots, keep)
+            holes = dst == -1
+            if holes.sum() <= len(self.free):
+                dst[holes] = self.take(int(holes.sum()))
+                step.add(request_id, table, slots, keep, dst)
+        if step.names and data.draw(st.booleans()):
+            at = data.draw(st.integers(0, len(step.names) - 1))
+            wrong = step.spoilt(at, data.draw(st.sampled_from(step.faults(at, self.epochs))))
+            with pytest.raises((IntegrityError, ValueError)) as raised:
+                wrong.commit()
+            assert step.names[at] in str(raised.value) or not isinstance(raised.value, IntegrityError)
+            self.the_ledger_is_the_model(booked_only=True)
+        done = step.commit()
+        assert done.epochs == [self.epochs.get(request_id, 0) for request_id in step.names]
+        stitched = done.src.copy()
+        stitched[done.moved[0]] = done.moved[1]
+        assert (done.src[done.moved[0]] != done.moved[1]).all()
+        freed: list[int] = []
+        first = 0
+        for index, (request_id, slots, keep) in enumerate(zip(step.names, step.physical, step.keep, strict=True)):
+            table, used, count = self.tables[request_id], -(-slots // BLOCK_SIZE), -(-keep // BLOCK_SIZE)
+            dst = step.moves[index][1].tolist() if index in step.moves else table[:count]
+            assert done.src[first : first + used].tolist() == table[:used]
+            assert stitched[first : first + count].tolist() == dst
+            first += used
+            freed += [block for block in reversed(table) if block not in dst]
+            self.totals = Counters(
+                self.totals.evictions + 1,
+                self.totals.tokens_evicted + slots - keep,
+                self.totals.blocks_freed + len(table) - count,
+            )
+            self.tables[request_id], self.slots[request_id] = dst, keep
+            self.evicted[request_id] = self.evicted.get(request_id, 0) + slots - keep
+            self.epochs[request_id] = self.epochs.get(request_id, 0) + 1
+        assert done.freed.tolist() == freed
+        self.put(freed)
+
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def preempt_and_restart(self, data: st.DataObject) -> None:
@@ -322,7 +492,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert {*self.free, *self.references, NULL} == set(range(self.num_blocks))
 
     @invariant()
-    def the_ledger_is_the_model(self) -> None:
+    def the_ledger_is_the_model(self, *, booked_only: bool = False) -> None:
+        """Within a rule, a request may hold blocks already that are not booked yet."""
         owners: Counter[int] = Counter()
         for request_id, table in self.tables.items():
             assert self.collector.evicted(request_id) == self.evicted.get(request_id, 0)
@@ -331,7 +502,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert owned == (table if request_id in self.epochs else [])
             owners.update(owned)
         assert not owners or max(owners.values()) == 1, "a block has two private owners"
-        assert not set(owners) & set(self.free), "a free block has an owner"
+        assert not set(owners) & set(self.free) or booked_only, "a free block has an owner"
         assert all(self.references[block] == 1 for block in owners), "a private block is shared"
         assert len(self.collector) == len(self.epochs)
         assert self.collector.counters == self.totals

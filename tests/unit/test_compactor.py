@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nitro import policies
-from nitro.compactor import Planned, request_key
+from nitro.compactor import request_key
 from nitro.dense_compactor import DenseCompactor
 from nitro.errors import IntegrityError, SettingsError
 from nitro.policies.base import Policy, ScoreInput
-from nitro.types import Counters, Eviction
+from nitro.types import Counters, Eviction, StepPlan
 
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 8, 4
 
@@ -49,8 +49,9 @@ def make(policy: str = "keydiff", blocks: int = 16) -> tuple[DenseCompactor, lis
     )
 
 
-def plan(logical: int, physical: int, keep: int, dst: list[int], *, epoch: int = 0, protect: int = 1) -> Eviction:
-    return Eviction("r", epoch, logical, physical, keep, protect, np.array(dst, np.int32))
+def plan(logical: int, physical: int, keep: int, dst: list[int], src: list[int], *, epoch: int = 0) -> StepPlan:
+    source = np.array(src, np.int32)
+    return StepPlan.of([Eviction("r", epoch, logical, physical, keep, 1, np.array(dst, np.int32), source)], BLOCK)
 
 
 @given(
@@ -73,7 +74,7 @@ def test_kept_tokens_are_where_the_plan_says_and_nothing_else_moved(
     target = (order[::-1] if fresh else source)[: -(-keep // BLOCK)]
     before = [cache.data.clone() for cache in caches]
     tokens = [cache.gather(torch.tensor(source), physical) for cache in caches]
-    compactor.apply([Planned(plan(physical, physical, keep, target), source, "r")])
+    compactor.apply(plan(physical, physical, keep, target, source))
     kept = torch.from_numpy(compactor.records[0].kept).long()
     assert kept.shape == (LAYERS, HEADS, keep)
     assert (kept.diff(dim=-1) > 0).all(), "order is preserved"
@@ -91,8 +92,8 @@ def test_kept_tokens_are_where_the_plan_says_and_nothing_else_moved(
 def test_positions_follow_over_several_evictions() -> None:
     compactor, _ = make("streaming")
     compactor.records = []
-    compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
-    compactor.apply([Planned(plan(16, 10, 5, [1, 2], epoch=1), [1, 2, 5], "r")])
+    compactor.apply(plan(12, 12, 6, [1, 2], [1, 2, 3]))
+    compactor.apply(plan(16, 10, 5, [1, 2], [1, 2, 5], epoch=1))
     assert compactor.records[0].kept[0, 0].tolist() == [0, 7, 8, 9, 10, 11]
     assert compactor.records[1].kept[2, 1].tolist() == [0, 12, 13, 14, 15]
     assert compactor.evicted("r") == 11
@@ -102,22 +103,41 @@ def test_positions_follow_over_several_evictions() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "message"),
     [
-        plan(16, 10, 5, [1, 2], epoch=2),
-        plan(16, 11, 5, [1, 2], epoch=1),
-        plan(40, 34, 5, [1, 2], epoch=1),
+        (plan(16, 10, 5, [1, 2], [1, 2, 5], epoch=2), r"'r' does not .*evicted\) is \(1, 6\), the plan says \(2, 6\)"),
+        (plan(16, 11, 5, [1, 2], [1, 2, 5], epoch=1), r"'r' does not .*evicted\) is \(1, 6\), the plan says \(1, 5\)"),
+        (plan(40, 34, 5, [1, 2], [1, 2, 5], epoch=1), "plan has 3 blocks of 4 slots, but needs 9 of 4"),
+        (
+            replace(plan(16, 10, 5, [1], [1, 2], epoch=1), block_size=8),
+            "plan has 2 blocks of 8 slots, but needs 2 of 4",
+        ),
     ],
-    ids=["epoch", "length", "blocks"],
+    ids=["epoch", "length", "blocks", "block size"],
 )
-def test_a_plan_that_does_not_continue_the_state_is_refused(wrong: Eviction) -> None:
+def test_a_plan_that_does_not_continue_the_state_is_refused(wrong: StepPlan, message: str) -> None:
     compactor, caches = make()
-    compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
+    compactor.apply(plan(12, 12, 6, [1, 2], [1, 2, 3]))
     before = [cache.data.clone() for cache in caches]
-    with pytest.raises(IntegrityError, match="does not continue its state"):
-        compactor.apply([Planned(wrong, [1, 2, 5], "r")])
+    with pytest.raises(IntegrityError, match=message):
+        compactor.apply(wrong)
     assert all(torch.equal(a, c.data) for a, c in zip(before, caches, strict=True))
     assert compactor.evicted("r") == 6
+    assert compactor.evicted_of(["s", "r"]).tolist() == [0, 6]
+
+
+def test_a_new_life_of_a_request_starts_from_nothing() -> None:
+    compactor, _ = make("streaming")
+    compactor.records = []
+    for tokens in (12, 14):
+        compactor.begin_run("r", tokens)
+        compactor.apply(plan(12, 12, 6, [1, 2], [1, 2, 3]))
+        compactor.forget("r")
+    assert [record.run for record in compactor.records] == [0, 1]
+    assert compactor.run_starts == {"r": [12, 14]}
+    compactor.records = None
+    compactor.begin_run("r", 16)
+    assert compactor.run_starts == {"r": [12, 14]}, "not recorded"
 
 
 def test_layers_are_scored_in_groups_without_changing_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +145,7 @@ def test_layers_are_scored_in_groups_without_changing_the_result(monkeypatch: py
     for limit in (2**30, 1):
         monkeypatch.setattr("nitro.dense_compactor.SCRATCH_BYTES", limit)
         compactor, caches = make("gravity")
-        compactor.apply([Planned(plan(20, 20, 9, [1, 2, 3]), [1, 2, 3, 4, 5], "r")])
+        compactor.apply(plan(20, 20, 9, [1, 2, 3], [1, 2, 3, 4, 5]))
         results.append(torch.stack([cache.data for cache in caches]))
     assert torch.equal(*results)
 
@@ -144,7 +164,7 @@ def test_a_policy_that_breaks_its_contract_is_named() -> None:
     assert compactor.policy == policies.get("keydiff"), "the old one stays"
     compactor.policy = Broken()
     with pytest.raises(SettingsError, match="broken"):
-        compactor.apply([Planned(plan(12, 12, 6, [1, 2]), [1, 2, 3], "r")])
+        compactor.apply(plan(12, 12, 6, [1, 2], [1, 2, 3]))
 
 
 def test_request_key_is_the_same_everywhere() -> None:

@@ -41,6 +41,33 @@ struct Counters {
   bool operator==(const Counters&) const = default;
 };
 
+// One request's eviction among those of an engine step.
+struct Eviction {
+  Handle request = 0;
+  std::int64_t physical = 0;  // slots in use before it
+  std::int64_t keep = 0;      // slots in use after it
+
+  // Where the survivors go. In place: into the first blocks that the ledger has for the request, which must have been
+  // evicted before; the engine's table is compared by its length and its ends alone, so that a step need not list the
+  // blocks of everybody. Else: from the table `blocks` to `dst`, which is what plan() returned, filled.
+  bool in_place = false;
+  std::int64_t count = 0;  // in place: blocks in the engine's table
+  BlockId first = 0;       // in place: the first of them
+  BlockId last = 0;        // in place: the last of them
+  std::span<const BlockId> blocks;
+  std::span<const BlockId> dst;
+};
+
+// What commit_all() did. Lists of blocks hold one request after the other, in the order of the evictions.
+struct Committed {
+  std::vector<std::int32_t> epochs;  // evictions that each request had had before
+  std::vector<BlockId> src;          // the first ceil(physical / block_size) blocks of each table before
+  std::vector<std::int32_t> moved;   // where in src a destination is not the block itself...
+  std::vector<BlockId> moved_to;     // ...and what it is there
+  std::vector<BlockId> freed;        // to give back in this order: the end of each table first, as vLLM does, so that
+                                     // a prefix outlives its continuations
+};
+
 // Every call takes time linear in the lengths of its arguments, and has the strong guarantee: it throws before it
 // changes anything. In builds without NDEBUG, each call that changes the ledger ends with check_integrity().
 class Collector {
@@ -51,15 +78,19 @@ class Collector {
   // Where the survivors of an eviction go: ceil(keep / block_size) blocks. The request's own block where reusable[i]
   // is not 0 (nobody else reads or may find it), else kNeedsFresh.
   //
-  // blocks: the request's block table; physical: slots in use before the eviction; keep: slots in use after it.
+  // blocks: the request's block table; reusable: a flag for each of its first ceil(keep / block_size) blocks, or for
+  // more; physical: slots in use before the eviction; keep: slots in use after it.
   // Throws std::invalid_argument for lengths that no eviction has, IntegrityError if the table contradicts the ledger.
   [[nodiscard]] std::vector<BlockId> plan(Handle request, std::span<const BlockId> blocks,
                                           std::span<const std::uint8_t> reusable, std::int64_t physical,
                                           std::int64_t keep) const;
 
-  // Records an eviction. dst: what plan() returned, each kNeedsFresh replaced by a block that nobody holds. Afterwards
-  // dst is what the request owns. Returns the blocks to give back, in the order in which to free them (the end of the
-  // table first, as vLLM does, so that a prefix outlives its continuations).
+  // Records the evictions of one step, all of them or, if one is wrong, none. Each request occurs once. Afterwards its
+  // destinations are what it owns. A destination that is not in its own table must be held by nobody: neither owned,
+  // nor a destination of another eviction, nor in the table of another one, which is read until the step is over.
+  [[nodiscard]] Committed commit_all(std::span<const Eviction> evictions);
+
+  // Records one eviction that is not in place; returns the blocks to give back.
   [[nodiscard]] std::vector<BlockId> commit(Handle request, std::span<const BlockId> blocks,
                                             std::span<const BlockId> dst, std::int64_t physical, std::int64_t keep);
 
@@ -94,7 +125,13 @@ class Collector {
   [[nodiscard]] const Account* find(Handle request) const;
   void check_block(Handle request, std::string_view role, BlockId block) const;
   void check_unowned(Handle request, std::string_view role, BlockId block) const;
+  void check_lengths(Handle request, std::size_t count, std::int64_t physical, std::int64_t keep) const;
+  void check_grown(Handle request, const Account& account, std::int64_t physical) const;
   void check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical, std::int64_t keep) const;
+  void check_in_place(const Eviction& eviction) const;
+  void check_move(const Eviction& eviction) const;
+  void check_together(std::span<const Eviction> evictions) const;
+  [[nodiscard]] Committed outcome(std::span<const Eviction> evictions) const;
   void check_if_debug() const;
 
   // Membership in O(1): a block is in the set made last if its mark is the current stamp.

@@ -88,7 +88,8 @@ def _compactor(
     usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
     if caches[0].device.type == "cuda":
         if usual:
-            return KernelCompactor(PagedLayers.of(caches), layers, heads, policy, longest=longest, **bounds)
+            paged = PagedLayers.of(caches)
+            return KernelCompactor(paged, layers, heads, policy, longest=longest, stable_id=stable_id, **bounds)
         logger.warning(
             "Nitro has no kernels for this cache (dtype %s, head dimension %d, or the layout of the attention backend) "
             "and evicts in PyTorch, which waits for the GPU, one request after the other: expect it to be slow, or try "
@@ -97,7 +98,7 @@ def _compactor(
             head_dim,
         )
     backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
-    return DenseCompactor(backend, layers, heads, policy, **bounds)
+    return DenseCompactor(backend, layers, heads, policy, stable_id=stable_id, **bounds)
 
 
 def take_over(runner: Any) -> Compactor:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nitro.compactor import Compactor, Planned
-from nitro.integration.vllm.caches import stable_id, take_over
+from nitro.compactor import Compactor
+from nitro.errors import IntegrityError
+from nitro.integration.vllm.caches import take_over
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.kernels.paged import to_device
 from nitro.types import StepPlan
@@ -30,7 +31,6 @@ class NitroRunnerMixin(GPUModelRunner):
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
         self.nitro = take_over(self)
-        self.nitro_run_starts: dict[str, list[int]] = {}
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = scheduler_output.finished_req_ids
@@ -49,27 +49,40 @@ class NitroRunnerMixin(GPUModelRunner):
         if plan is not None:
             self._nitro_apply(plan)
         result = super()._update_states(scheduler_output)
-        if self.nitro.records is not None:
-            for request_id in resumed | new:
-                starts = self.nitro_run_starts.setdefault(request_id, [])
-                starts.append(self.requests[request_id].num_tokens)
+        for request_id in resumed | new:
+            self.nitro.begin_run(request_id, self.requests[request_id].num_tokens)
         return result
 
     def _nitro_apply(self, plan: StepPlan) -> None:
-        planned = []
-        for eviction in plan.evictions:
-            request_id = eviction.request_id
-            run = max(len(self.nitro_run_starts.get(request_id, ())) - 1, 0)
-            planned.append(Planned(eviction, self.requests[request_id].block_ids[0], stable_id(request_id), run))
-        self.nitro.apply(planned)
-        table = self.input_batch.block_table[0]
-        for eviction in plan.evictions:
-            block_ids = self.requests[eviction.request_id].block_ids[0]
-            block_ids[:] = eviction.dst_blocks.tolist()
-            row = self.input_batch.req_id_to_index.get(eviction.request_id)
+        tables: list[list[int]] = [self.requests[request_id].block_ids[0] for request_id in plan.request_ids]
+        self._nitro_check(plan, tables)
+        self.nitro.apply(plan)
+        counts = plan.num_dst().tolist()
+        for block_ids, count in zip(tables, counts, strict=True):
+            del block_ids[count:]
+        requests, columns = (where.tolist() for where in plan.moved_cells())
+        for request, column, block in zip(requests, columns, plan.moved[1].tolist(), strict=True):
+            tables[request][column] = block
+        rows = self.input_batch.req_id_to_index
+        shown = self.input_batch.block_table[0]
+        for request_id, block_ids in zip(plan.request_ids, tables, strict=True):
+            row = rows.get(request_id)
             if row is not None:
-                table.clear_row(row)
-                table.append_row(block_ids, row)
+                shown.clear_row(row)
+                shown.append_row(block_ids, row)
+
+    @staticmethod
+    def _nitro_check(plan: StepPlan, tables: list[list[int]]) -> None:
+        """Raise IntegrityError if a request has other blocks here than in the plan, as far as their ends tell."""
+        last = plan.src_blocks[plan.src_ends() - 1].tolist()
+        for request_id, block_ids, count, block in zip(
+            plan.request_ids, tables, plan.num_src().tolist(), last, strict=True
+        ):
+            if len(block_ids) < count or block_ids[count - 1] != block:
+                raise IntegrityError(
+                    f"plan for request {request_id!r} has {count} blocks that end with {block}, the worker has "
+                    f"{block_ids}. This is a bug in Nitro: please report it"
+                )
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
@@ -83,7 +96,7 @@ class NitroRunnerMixin(GPUModelRunner):
         """Make lengths and slots physical; positions, and what the sampler looks at, stay logical."""
         batch = self.input_batch
         count, tokens = batch.num_reqs, int(num_scheduled_tokens.sum())
-        evicted = np.fromiter((self.nitro.evicted(r) for r in batch.req_ids[:count]), np.int32, count)
+        evicted = self.nitro.evicted_of(batch.req_ids[:count])
         if not evicted.any():
             return
         self.optimistic_seq_lens_cpu[:count] -= torch.from_numpy(evicted)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from nitro.compactor import Compactor, Planned
-from nitro.integration.vllm.caches import stable_id, take_over
+from nitro.compactor import Compactor
+from nitro.integration.vllm.caches import take_over
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.kernels.paged import to_device
 from nitro.kernels.shift import shift_to_slots
@@ -38,7 +37,6 @@ class NitroV2ModelRunner(GPUModelRunner):
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
         self.nitro = take_over(self)
-        self.nitro_run_starts: dict[str, list[int]] = {}
         # Evicted tokens of each row of vLLM's request table, here and on the device, and the rows that differ.
         self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
         self._nitro_changed: set[int] = set()
@@ -62,8 +60,7 @@ class NitroV2ModelRunner(GPUModelRunner):
             request_id = data.req_id
             if request_id not in continued:
                 self.nitro.forget(request_id)
-                if self.nitro.records is not None:
-                    self.nitro_run_starts.setdefault(request_id, []).append(len(data.prefill_token_ids))
+                self.nitro.begin_run(request_id, len(data.prefill_token_ids))
             self._nitro_set_evicted(self.req_states.req_id_to_index[request_id], self.nitro.evicted(request_id))
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -85,39 +82,19 @@ class NitroV2ModelRunner(GPUModelRunner):
             self._nitro_changed.add(row)
 
     def _nitro_apply(self, plan: StepPlan) -> None:
-        self.nitro.apply(
-            [
-                Planned(
-                    eviction,
-                    eviction.src_blocks.tolist(),
-                    stable_id(eviction.request_id),
-                    max(len(self.nitro_run_starts.get(eviction.request_id, ())) - 1, 0),
-                )
-                for eviction in plan.evictions
-            ]
-        )
-        rows: list[npt.NDArray[np.int64]] = []
-        columns: list[npt.NDArray[np.int64]] = []
-        blocks: list[IntArray] = []
-        counts = self.block_tables.num_blocks.np[0]
-        for eviction in plan.evictions:
-            row = self.req_states.req_id_to_index[eviction.request_id]
-            number = len(eviction.dst_blocks)
-            # The row on the device still has all blocks, the first of which stay: this cuts it, and new ones follow.
-            counts[row] = number
-            differ = np.flatnonzero(eviction.src_blocks[:number] != eviction.dst_blocks)
-            if differ.size:
-                rows.append(np.full(differ.size, row, np.int64))
-                columns.append(differ.astype(np.int64))
-                blocks.append(eviction.dst_blocks[differ])
-            self._nitro_set_evicted(row, self.nitro.evicted(eviction.request_id))
-        if rows:
+        self.nitro.apply(plan)
+        index = self.req_states.req_id_to_index
+        rows = np.fromiter([index[request_id] for request_id in plan.request_ids], np.int64, len(plan))
+        # A row on the device still has all blocks, the first of which stay: this cuts it, and new ones follow.
+        self.block_tables.num_blocks.np[0][rows] = plan.num_dst()
+        self._nitro_evicted[rows] = plan.logical_len - plan.keep
+        self._nitro_changed.update(rows.tolist())
+        if plan.moved.size:
             # Directly, not staged: a second round of staged writes in a step would overwrite what the step in flight
             # may still read.
-            rows_there, columns_there, blocks_there = to_device(
-                [np.concatenate(rows), np.concatenate(columns), np.concatenate(blocks)], self.device
-            )
-            self.block_tables.block_tables[0].gpu[rows_there, columns_there] = blocks_there
+            requests, columns = plan.moved_cells()
+            cells = to_device([rows[requests], columns, plan.moved[1]], self.device)
+            self.block_tables.block_tables[0].gpu[cells[0], cells[1]] = cells[2]
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """Make lengths and slots physical; positions, and what the sampler looks at, stay logical."""

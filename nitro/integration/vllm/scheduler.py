@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,17 +17,17 @@ from vllm.v1.request import RequestStatus
 import nitro
 from nitro.collector import Collector
 from nitro.due import DueCalendar
-from nitro.errors import IntegrityError, UnsupportedError
+from nitro.errors import UnsupportedError
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.early import NitroKVCacheManager
+from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.integration.vllm.request_rules import RequestRules
-from nitro.types import Counters, Eviction, StepPlan
+from nitro.types import Counters, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -39,18 +37,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.plugins.nitro")
 PLAN = "nitro_plan"
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An eviction whose destination is fixed but whose blocks are not freed yet."""
-
-    request: Request
-    blocks: list[KVCacheBlock]
-    block_ids: np.ndarray[Any, np.dtype[np.int32]]
-    destination: np.ndarray[Any, np.dtype[np.int32]]
-    physical: int
-    keep: int
 
 
 class SchedulerSide:
@@ -82,6 +68,7 @@ class SchedulerSide:
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
+        self._releases = 0  # of the ledger, when this step's evictions were made
         logger.info(
             "Nitro %s is active on vLLM %s: %s; %d blocks of %d tokens",
             nitro.__version__,
@@ -100,37 +87,45 @@ class SchedulerSide:
                 size,
             )
 
-    def _rule(self, request: Request) -> BudgetRule:
-        return self.rules.of(request)
-
-    def plan(self, requests: Mapping[str, Request]) -> list[Eviction]:
-        """Evict from every running request that is due, and free what it gives up.
-
-        All destinations are fixed before the first block is freed: a freed block is the first to be reused, so that
-        otherwise one request's destination could be another one's source within the same step.
+    def plan(self, requests: Mapping[str, Request]) -> StepPlan | None:
+        """Evict from every running request that is due, and free what it gives up; return None if none was.
 
         Args:
             requests: vLLM's, by id; those that cannot be due yet are not looked at.
         """
         free = self.pool.get_num_free_blocks()
-        pending: list[_Pending] = []
+        step = StepEvictions(self.manager, self.pool, self.collector)
+        due = []
         for name in dict.fromkeys([*self.calendar.begin_step(), *self.growing]):
             request = requests.get(name)
             if request is None or request.status != RequestStatus.RUNNING:
                 self.growing.pop(name, None)  # it is noticed again when it is scheduled again
-            elif (found := self._prepare(request)) is not None:
-                pending.append(found)
-            else:
-                self._file(request)
-        evictions: list[Eviction] = []
-        freed: list[KVCacheBlock] = []
-        for item in pending:
-            evictions.append(self._commit(item, freed))
-            self._file(item.request)
-        if freed:
-            self.pool.free_blocks(freed)
+            elif self._look(request, step):
+                due.append(request)
+        if not due:
+            return None
+        plan = step.commit()
+        for request in due:
+            self._file(request, self._rule(request).slack)  # which is what it may grow by after an eviction
+        self._releases = self.collector.releases
         self._net_freed += self.pool.get_num_free_blocks() - free
-        return evictions
+        self._count(len(step), step.tokens)
+        return plan
+
+    def _rule(self, request: Request) -> BudgetRule:
+        """Return the rule that a request is under."""
+        return self.rules.of(request)
+
+    def _look(self, request: Request, step: StepEvictions) -> bool:
+        """Add a request's eviction to the step if it is due and can be made; otherwise file it, and return False."""
+        name, computed, prompt = request.request_id, request.num_computed_tokens, request.num_prompt_tokens
+        physical = computed - self.collector.evicted(name)
+        rule = self._rule(request)
+        keep = rule.target(computed, physical, prompt)
+        if keep is not None and step.add(name, computed, physical, keep, rule.protect(computed, prompt)):
+            return True
+        self._file(request, None if rule.never else rule.gap(computed, physical, prompt))
+        return False
 
     def notice(self, output: SchedulerOutput) -> None:
         """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
@@ -142,85 +137,32 @@ class SchedulerSide:
             self.calendar.drop(name)
             self.growing[name] = None
 
-    def _file(self, request: Request) -> None:
-        """Decide when to look at a request again."""
-        name, computed = request.request_id, request.num_computed_tokens
-        if request.num_tokens - computed > 1:  # more than one token may come in a step
+    def _file(self, request: Request, gap: int | None) -> None:
+        """Decide when to look at a request again: not before it has grown by ``gap`` tokens; None: not at all."""
+        name = request.request_id
+        if request.num_tokens - request.num_computed_tokens > 1:  # more than one token may come in a step
             self.growing[name] = None
             return
         self.growing.pop(name, None)
-        rule = self._rule(request)
-        if not rule.never:
-            physical = computed - self.collector.evicted(name)
-            self.calendar.file(name, rule.gap(computed, physical, request.num_prompt_tokens))
+        if gap is not None:
+            self.calendar.file(name, gap)
 
-    def _prepare(self, request: Request) -> _Pending | None:
-        name, computed = request.request_id, request.num_computed_tokens
-        evicted = self.collector.evicted(name)
-        physical = computed - evicted
-        keep = self._rule(request).target(computed, physical, request.num_prompt_tokens)
-        if keep is None:
-            return None
-        blocks = self.manager.req_to_blocks[name]
-        if evicted:
-            # All its blocks are its own since the first eviction, and in the ledger: survivors stay where they are.
-            ids = self.collector.owned(name)
-            if len(ids) != len(blocks) or ids[0] != blocks[0].block_id or ids[-1] != blocks[-1].block_id:
-                raise IntegrityError(
-                    f"request {name!r} has {len(blocks)} blocks, {blocks[0].block_id} to {blocks[-1].block_id}; the "
-                    f"ledger says {len(ids)}, {ids[0]} to {ids[-1]}. This is a bug in Nitro: please report it"
-                )
-            return _Pending(request, blocks, ids, ids[: cdiv(keep, self.manager.block_size)], physical, keep)
-        ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
-        reusable = np.fromiter((b.ref_cnt == 1 and b.block_hash is None for b in blocks), np.uint8, len(blocks))
-        destination = self.collector.plan(name, ids, reusable, physical, keep)
-        missing = np.flatnonzero(destination < 0)
-        short = int(missing.size) - self.pool.get_num_free_blocks()
-        if short > 0:
-            # No room for copies: take as many of the request's own cached blocks as needed out of the prefix cache
-            # and reuse them, the last first, since others are more likely to hit the beginning.
-            own = [i for i in missing[::-1] if blocks[i].ref_cnt == 1][:short]
-            if len(own) < short:
-                return None  # the rest is shared with other requests; try again in the next step
-            self.pool.evict_blocks({blocks[i].block_id for i in own})
-            destination[own] = ids[own]
-            missing = np.flatnonzero(destination < 0)
-        fresh = self.pool.get_new_blocks(int(missing.size)) if missing.size else []
-        for index, block in zip(missing, fresh, strict=True):
-            destination[index] = block.block_id
-        return _Pending(request, blocks, ids, destination, physical, keep)
+    def attach(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        """Ship the plan with the step, except for requests that were preempted while it was scheduled."""
+        if self.collector.releases != self._releases:
+            evictions = plan.evictions()
+            alive = [e for e in evictions if self.collector.epoch(e.request_id) == e.epoch + 1]
+            dropped = [e for e in evictions if e not in alive]
+            self._count(-len(dropped), -sum(e.physical_len - e.keep for e in dropped))
+            if not alive:
+                return
+            plan = StepPlan.of(alive, plan.block_size)
+        setattr(output, PLAN, plan)
 
-    def _commit(self, item: _Pending, freed: list[KVCacheBlock]) -> Eviction:
-        """Book an eviction and cut the request's block table; adds the blocks that it gives up to ``freed``."""
-        request_id, computed = item.request.request_id, item.request.num_computed_tokens
-        epoch = self.collector.epoch(request_id)
-        given_up = self.collector.commit(request_id, item.block_ids, item.destination, item.physical, item.keep)
-        if epoch:  # in place
-            freed += item.blocks[: len(item.destination) - 1 : -1]
-            del item.blocks[len(item.destination) :]
-        else:
-            table = self.pool.blocks
-            item.blocks[:] = [table[i] for i in item.destination]
-            freed += [table[i] for i in given_up]
-        return Eviction(
-            request_id=request_id,
-            epoch=epoch,
-            logical_len=computed,
-            physical_len=item.physical,
-            keep=item.keep,
-            protect=self._rule(item.request).protect(computed, item.request.num_prompt_tokens),
-            dst_blocks=item.destination,
-            src_blocks=item.block_ids[: cdiv(item.physical, self.manager.block_size)],
-        )
-
-    def attach(self, evictions: list[Eviction], output: SchedulerOutput) -> None:
-        """Ship the plans with the step, except those of requests that were preempted while it was scheduled."""
-        alive = tuple(e for e in evictions if self.collector.epoch(e.request_id) == e.epoch + 1)
-        if alive:
-            setattr(output, PLAN, StepPlan(alive))
+    def _count(self, evictions: int, tokens: int) -> None:
         self.counters = Counters(
-            evictions=self.counters.evictions + len(alive),
-            tokens_evicted=self.counters.tokens_evicted + sum(e.physical_len - e.keep for e in alive),
+            evictions=self.counters.evictions + evictions,
+            tokens_evicted=self.counters.tokens_evicted + tokens,
             # Survivors of a shared prefix take fresh blocks while the shared ones stay with the others, so a step may
             # cost more than it frees; a counter must not fall.
             blocks_freed=max(self.counters.blocks_freed, self._net_freed),
@@ -262,11 +204,11 @@ class _NitroSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan this step's evictions, schedule the step, and attach the plans to it."""
         paused = self.pause_state == PauseState.PAUSED_ALL
-        evictions = [] if paused else self.nitro.plan(self.requests)
+        plan = None if paused else self.nitro.plan(self.requests)
         output = super().schedule(*args, **kwargs)
         self.nitro.notice(output)
-        if evictions:
-            self.nitro.attach(evictions, output)
+        if plan is not None:
+            self.nitro.attach(plan, output)
         return output
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

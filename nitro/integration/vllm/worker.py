@@ -52,7 +52,7 @@ class NitroWorkerMixin(Worker):
     def nitro_record(self, enabled: bool) -> None:
         """Start (empty) or stop recording which tokens are kept."""
         self._nitro.records = [] if enabled else None
-        self.model_runner.nitro_run_starts.clear()
+        self._nitro.run_starts.clear()
 
     def nitro_take_recording(self) -> dict[str, Any]:
         """Return and clear the recording, as plain values (see ``nitro.types.to_wire``)."""
@@ -61,11 +61,11 @@ class NitroWorkerMixin(Worker):
             "rank": self.model_runner.parallel_config.rank % self.model_runner.parallel_config.tensor_parallel_size,
             "tp": self.model_runner.parallel_config.tensor_parallel_size,
             "records": [to_wire(record) for record in records],
-            "run_starts": {key: list(value) for key, value in self.model_runner.nitro_run_starts.items()},
+            "run_starts": {key: list(value) for key, value in self._nitro.run_starts.items()},
         }
         if self._nitro.records is not None:
             self._nitro.records = []
-        self.model_runner.nitro_run_starts.clear()
+        self._nitro.run_starts.clear()
         return taken
 
 

@@ -160,7 +160,7 @@ class Simulation:
 
     def _apply(self, output: SchedulerOutput) -> None:
         plan = getattr(output, PLAN, None)
-        evictions = list(plan.evictions) if plan else []
+        evictions = list(plan.evictions()) if plan else []
         self.random.shuffle(evictions)  # one kernel may do them all at once, so no order may be relied on
         for e in evictions:
             self.evictions += 1

@@ -22,6 +22,7 @@ import nitro
 from nitro.integration.vllm import runner_v2
 from nitro.integration.vllm.runner_v2 import NitroV2ModelRunner
 from nitro.kernels.shift import shift_to_slots_ref
+from nitro.types import StepPlan
 
 from . import simulation
 
@@ -32,16 +33,17 @@ class Compactor:
     """Counts, as the real one does, and moves nothing: the shadow does."""
 
     def __init__(self) -> None:
-        self.records: list[Any] | None = []
         self.lost: dict[str, int] = {}
-        self.planned: list[Any] = []
+        self.applied = 0
 
-    def apply(self, planned: list[Any]) -> None:
-        self.planned += planned
-        for item in planned:
-            eviction = item.eviction
+    def apply(self, plan: StepPlan) -> None:
+        self.applied += len(plan)
+        for eviction in plan.evictions():
             assert eviction.logical_len - eviction.physical_len == self.evicted(eviction.request_id)
             self.lost[eviction.request_id] = eviction.logical_len - eviction.keep
+
+    def begin_run(self, name: str, tokens: int) -> None:
+        pass
 
     def evicted(self, name: str) -> int:
         return self.lost.get(name, 0)
@@ -229,7 +231,7 @@ def test_rows_lengths_and_positions(tiny: Callable[[str], Path], monkeypatch: py
         sim.drain()
         evictions, preemptions = evictions + sim.evictions, preemptions + sim.preemptions
         hits, shifted = hits + sim.hits, shifted + sim.shifted
-        assert len(sim.runner.nitro.planned) == sim.evictions
+        assert sim.runner.nitro.applied == sim.evictions
     assert evictions > 40
     assert shifted > 500
     assert preemptions > 0

@@ -17,8 +17,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 import nitro
 from nitro.integration.vllm import request_rules
 from nitro.integration.vllm.early import NitroKVCacheManager
+from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
+from nitro.types import Eviction, StepPlan
 
 from . import simulation
 
@@ -87,7 +89,7 @@ def test_freed_blocks_are_used_by_others_in_the_same_step(simulate: Make) -> Non
     assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
     sim.add(prompt(100, 3), 20)
     output = sim.step()
-    assert len(getattr(output, PLAN).evictions) == 2
+    assert len(getattr(output, PLAN)) == 2
     freed = sim.scheduler.nitro.counters.blocks_freed  # type: ignore[attr-defined]
     assert freed >= 8
     assert [data.req_id for data in output.scheduled_new_reqs] == ["r3"]
@@ -168,7 +170,7 @@ def test_prompts_are_spared_where_asked(simulate: Make) -> None:
     seen = []
     while sim.scheduler.has_requests():
         plan = getattr(sim.step(), PLAN, None)
-        seen += list(plan.evictions) if plan else []
+        seen += list(plan.evictions()) if plan else []
     assert seen
     assert all(e.protect == 150 and e.keep == 150 + SETTINGS["budget"] for e in seen)
     assert_pool_whole(sim.scheduler)
@@ -180,7 +182,7 @@ def test_ratio_keeps_a_share_of_what_was_computed(simulate: Make) -> None:
     plans = []
     while sim.scheduler.has_requests():
         plan = getattr(sim.step(), PLAN, None)
-        plans += list(plan.evictions) if plan else []
+        plans += list(plan.evictions()) if plan else []
     assert [(e.logical_len, e.keep) for e in plans][:2] == [(128, 64), (144, 72)]
 
 
@@ -283,16 +285,14 @@ def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pyte
         )
     else:
 
-        def eager(self: SchedulerSide, requests: dict[str, Any]) -> list[Any]:
-            running = [request for request in requests.values() if request.status == RequestStatus.RUNNING]
-            found = ((request, self._prepare(request)) for request in running)
-            evictions = []
-            for _, item in found:
-                if item is not None:
-                    freed: list[Any] = []
-                    evictions.append(self._commit(item, freed))
-                    self.pool.free_blocks(freed)
-            return evictions
+        def eager(self: SchedulerSide, requests: dict[str, Any]) -> StepPlan | None:
+            self._releases = self.collector.releases
+            evictions: list[Eviction] = []
+            for request in requests.values():
+                step = StepEvictions(self.manager, self.pool, self.collector)
+                if request.status == RequestStatus.RUNNING and self._look(request, step):
+                    evictions += step.commit().evictions()
+            return StepPlan.of(evictions, self.manager.block_size) if evictions else None
 
         monkeypatch.setattr(SchedulerSide, "plan", eager)
 
@@ -344,7 +344,7 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
 ) -> None:
     sim = simulate(num_blocks=20, seed=lag, lag=lag, **rule)
     side = sim.scheduler.nitro  # type: ignore[attr-defined]
-    prepare, plan, due, looked = side._prepare, side.plan, 0, 0
+    look, plan, due, looked = side._look, side.plan, 0, 0
 
     def planned(requests: Any) -> Any:
         nonlocal due, looked
@@ -356,12 +356,12 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
                 overdue.add(request.request_id)
         seen: set[str] = set()
 
-        def prepared(request: Any) -> Any:
+        def looked_at(request: Any, step: Any) -> Any:
             assert request.request_id not in seen, "once a step"
             seen.add(request.request_id)
-            return prepare(request)
+            return look(request, step)
 
-        monkeypatch.setattr(side, "_prepare", prepared)
+        monkeypatch.setattr(side, "_look", looked_at)
         evictions = plan(requests)
         assert overdue <= seen
         due, looked = due + len(overdue), looked + len(seen)
@@ -406,7 +406,7 @@ def test_early_answers_change_nothing(
                     [data.block_ids for data in output.scheduled_new_reqs],
                     output.scheduled_cached_reqs.new_block_ids,
                     sorted(output.preempted_req_ids or ()),
-                    [(e.request_id, e.keep, e.dst_blocks.tolist()) for e in plan.evictions] if plan else [],
+                    [(e.request_id, e.keep, e.dst_blocks.tolist()) for e in plan.evictions()] if plan else [],
                     sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
                 )
             )

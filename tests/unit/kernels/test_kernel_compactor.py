@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nitro import kernel_compactor, policies
-from nitro.compactor import Planned
 from nitro.errors import IntegrityError, SettingsError
 from nitro.policies.base import Policy, ScoreInput
 from nitro.policies.knorm import KNorm
-from nitro.types import Eviction
+from nitro.types import Eviction, StepPlan
 
 from .conftest import interpreted
 
@@ -108,8 +107,9 @@ def test_a_plan_that_does_not_continue_the_state_changes_nothing() -> None:
     world = cases.World("kernel", "knorm")
     sequence = world.grow("x", 20)
     before = [cache.clone() for cache in world.caches]
-    wrong = Eviction("x", 1, 20, 20, 10, 2, np.array(sequence.blocks[:2], np.int32))
+    blocks = np.array(sequence.blocks, np.int32)
+    wrong = Eviction("x", 1, 20, 20, 10, 2, blocks[:2], blocks)
     with pytest.raises(IntegrityError, match="does not continue its state"):
-        world.compactor.apply([Planned(wrong, sequence.blocks, "x")])
+        world.compactor.apply(StepPlan.of([wrong], cases.BLOCK))
     assert all(torch.equal(a, b) for a, b in zip(before, world.caches, strict=True))
     assert world.compactor.evicted("x") == 0

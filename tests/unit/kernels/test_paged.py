@@ -15,6 +15,7 @@ import torch
 
 from nitro.kernels import compact
 from nitro.kernels.paged import PagedLayers, RaggedBatch
+from nitro.kernels.tables import Tables
 
 from .conftest import interpreted
 
@@ -161,3 +162,18 @@ def test_without_the_interpreter_a_cpu_is_refused() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "set it, or call select_ragged_ref" in done.stdout
+
+
+def test_tables_may_come_one_after_the_other() -> None:
+    lists = [[7, 2, 3], [], [4]]
+    lengths, keep = [20, 0, 5], [9, 0, 5]
+    tables = Tables(np.array([7, 2, 3, 4], np.int32), np.array([3, 0, 1], np.int32))
+    given, same = (RaggedBatch.of(each, lengths, keep, dst_tables=each) for each in (tables, lists))
+    for name in ("block_tables", "dst_tables", "lengths", "keep"):
+        assert torch.equal(getattr(given, name), getattr(same, name))
+    assert given.block_tables.tolist() == [[7, 2, 3], [-1, -1, -1], [4, -1, -1]]
+    assert (given.min_block_size, given.min_dst_block_size) == (same.min_block_size, same.min_dst_block_size) == (7, 5)
+    with pytest.raises(ValueError, match="block_tables has 3 blocks, but counts add up to 4"):
+        RaggedBatch.of(tables._replace(blocks=tables.blocks[:3]), lengths, keep)
+    with pytest.raises(ValueError, match="block_tables of request 2 holds block -4"):
+        RaggedBatch.of([[7, 2, 3], [], [-4]], lengths, keep)
