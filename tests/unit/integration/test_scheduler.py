@@ -446,9 +446,9 @@ def test_every_request_of_a_batch_is_evicted_as_it_asked(simulate: Make, lag: in
 
         def planned(requests: Any, plan: Any = plan, plans: Any = plans) -> Any:
             lengths = {name: request.num_prompt_tokens for name, request in requests.items()}
-            evictions = plan(requests)
-            plans += [(e, lengths[e.request_id]) for e in evictions]
-            return evictions
+            step = plan(requests)
+            plans += [(e, lengths[e.request_id]) for e in step.evictions()] if step else []
+            return step
 
         sim.scheduler.nitro.plan = planned  # type: ignore[attr-defined]
         asked = mingle(sim, 500, MIXED)
@@ -471,7 +471,7 @@ def test_a_request_that_was_preempted_keeps_its_rule(simulate: Make, asked: Any)
     seen: list[list[tuple[int, int]]] = [[]]
     for step in range(200):
         plan = getattr(sim.step(), PLAN, None)
-        seen[-1] += [(e.logical_len, e.keep) for e in plan.evictions] if plan else []
+        seen[-1] += [(e.logical_len, e.keep) for e in plan.evictions()] if plan else []
         if step == 30:
             assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
             seen.append([])
@@ -513,7 +513,7 @@ def test_what_came_past_the_front_end_unchecked_gets_the_servers_rule_and_one_wa
     evictions = []
     while sim.scheduler.has_requests():
         plan = getattr(sim.step(), PLAN, None)
-        evictions += list(plan.evictions) if plan else []
+        evictions += list(plan.evictions()) if plan else []
     assert len(evictions) > 4
     assert all(e.keep == SETTINGS["budget"] for e in evictions)
     assert len(said) == 1
