@@ -8,16 +8,21 @@ from torch import Tensor
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 
-def check_device(device: torch.device, reference: str) -> None:
-    """Raise ValueError unless Triton can run on ``device`` in this process; ``reference`` is what can."""
+def interpreted() -> bool:
+    """Return whether Triton runs kernels on the CPU in this process."""
     import triton  # here and not above: takes long to import, and references work without it
 
-    interpreted = bool(triton.knobs.runtime.interpret)
-    if device.type == "cpu" and not interpreted:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_device(device: torch.device, reference: str) -> None:
+    """Raise ValueError unless Triton can run on ``device`` in this process; ``reference`` is what can."""
+    if device.type == "cpu" and not interpreted():
         raise ValueError(
-            f"tensors are on the CPU, where Triton only runs with TRITON_INTERPRET=1: set it, or call {reference}"
+            "tensors are on the CPU, where Triton only runs with TRITON_INTERPRET=1: set it before the process imports "
+            f"triton, or call {reference}"
         )
-    if device.type != "cpu" and interpreted:
+    if device.type != "cpu" and interpreted():
         raise ValueError(f"tensors are on {device}, but TRITON_INTERPRET=1 runs kernels on the CPU: unset it")
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
@@ -28,10 +33,13 @@ def check_device(device: torch.device, reference: str) -> None:
 
 def check_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless ``x`` has this dtype (TypeError), shape and device (ValueError); -1 in ``shape`` fits any size."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor of {dtype} on {device}, got {x!r}: pass one")
     if x.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}: convert it")
     if x.ndim != len(shape) or any(want not in (-1, got) for got, want in zip(x.shape, shape, strict=True)):
-        raise ValueError(f"{name} must be {list(shape)} (-1: any size), got {list(x.shape)}")
+        wanted = f"{list(shape)}{' (-1: any size)' if -1 in shape else ''}"
+        raise ValueError(f"{name} must be {wanted}, got {list(x.shape)}: pass one of that shape")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, must be on {device}: move it")
 
@@ -69,12 +77,17 @@ def check_tables(layers: PagedLayers, batch: RaggedBatch) -> None:
 
 
 def check_row_lengths(layers: PagedLayers, batch: RaggedBatch, *, destinations: bool = False) -> None:
-    """Raise ValueError where a request's own row of a table has too few blocks, as far as the host knows."""
+    """Raise ValueError where a request has too few blocks, or unknown ones, as far as the host knows."""
     name, least = ("dst_tables", batch.min_dst_block_size) if destinations else ("block_tables", batch.min_block_size)
     if least > layers.block_size:
         raise ValueError(
-            f"a row of {name} has too few blocks of {layers.block_size} slots (they would need {least} each): "
-            "pass all blocks of each request"
+            f"a request has too few blocks in {name}: its slots would fit into blocks of {least} slots, and those of "
+            f"the caches have {layers.block_size}: pass ceil(slots / {layers.block_size}) blocks of each request"
+        )
+    if batch.max_block >= layers.num_blocks:
+        raise ValueError(
+            f"the block tables name block {batch.max_block}, and the caches have {layers.num_blocks} blocks, 0 to "
+            f"{layers.num_blocks - 1}: pass the tables of these caches"
         )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nitro.kernels.tables import Tables
+from nitro.kernels.tables import Tables, int32
 
 _Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -38,20 +38,22 @@ class PagedLayers:
     aligned: bool
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor]) -> PagedLayers:
+    def of(cls, caches: Sequence[Tensor] | Tensor) -> PagedLayers:
         """Describe these caches, one a layer. Copies their addresses to their device: call it once, not every step.
 
         Raises:
-            TypeError: if their elements have not 1, 2 or 4 bytes.
+            TypeError: if their elements have not 1, 2 or 4 bytes, or they are one tensor.
             ValueError: if there is none, they are no caches, or they are not alike.
         """
+        if isinstance(caches, Tensor):
+            raise TypeError("caches is one tensor: pass a list with the cache of each layer")
         if not caches:
             raise ValueError("caches is empty: pass one cache for each layer")
         first = caches[0]
         if first.ndim != 4 or first.shape[3] % 2 or not first.numel():
             raise ValueError(
-                "a cache must be [num_blocks, num_kv_heads, block_size, 2 * head_dim] and not empty, "
-                f"got {list(first.shape)}"
+                "a cache must be [num_blocks, num_kv_heads, block_size, 2 * head_dim] and not empty, with K and V of a "
+                f"slot side by side, got {list(first.shape)}: pass such a view of it"
             )
         if first.itemsize not in (1, 2, 4):
             raise TypeError(f"a cache must have elements of 1, 2 or 4 bytes, got {first.dtype}")
@@ -145,6 +147,7 @@ class RaggedBatch:
         dst_tables: int32 ``[R, max_dst_blocks]``, contiguous: where survivors go; ``block_tables`` when in place.
         min_block_size: what ``block_size`` must at least be, or a row of ``block_tables`` is too short.
         min_dst_block_size: likewise of ``dst_tables``, for ``keep`` slots.
+        max_block: the highest block of both tables, as far as the host knows.
     """
 
     block_tables: Tensor
@@ -158,6 +161,7 @@ class RaggedBatch:
     dst_tables: Tensor
     min_block_size: int = 1
     min_dst_block_size: int = 1
+    max_block: int = 0
 
     def __post_init__(self) -> None:
         """Check dtypes, shapes and devices, never contents.
@@ -177,9 +181,11 @@ class RaggedBatch:
         ):
             x: Tensor = getattr(self, name)
             if x.dtype != dtype:
-                raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+                raise TypeError(f"{name} must be {dtype}, got {x.dtype}: convert it")
             if x.ndim != len(shape) or any(w not in (-1, g) for g, w in zip(x.shape, shape, strict=True)):
-                raise ValueError(f"{name} must be {list(shape)} (-1: any) for {requests} requests, got {list(x.shape)}")
+                raise ValueError(
+                    f"{name} must be {list(shape)} (-1: any) for {requests} requests, got {list(x.shape)}: reshape it"
+                )
             if x.device != self.lengths.device:
                 raise ValueError(f"{name} is on {x.device}, lengths on {self.lengths.device}: move one of them")
             if not x.is_contiguous():
@@ -228,12 +234,14 @@ class RaggedBatch:
             device: where the caches are.
 
         Raises:
+            TypeError: a count or a block id is no integer.
             ValueError: arguments are of different numbers of requests, a count is out of bounds, or a block id is
-                negative. Launchers raise it where a table is too short, since only they know the block size.
+                negative. Launchers raise it where a table is too short for the caches' blocks, or names a block that
+                they have not.
         """
         count = len(lengths)
-        protected = np.full(count, protect, np.int32) if isinstance(protect, int) else np.asarray(protect, np.int32)
-        sizes, kept = np.asarray(lengths, np.int32), np.asarray(keep, np.int32)
+        protected = int32("protect", np.full(count, protect) if np.ndim(protect) == 0 else protect)
+        sizes, kept = int32("lengths", lengths), int32("keep", keep)
         tables = block_tables if isinstance(block_tables, Tables) else Tables.of(block_tables)
         targets = dst_tables if dst_tables is None or isinstance(dst_tables, Tables) else Tables.of(dst_tables)
         if not len(tables.counts) == len(kept) == len(protected) == count:
@@ -261,25 +269,38 @@ class RaggedBatch:
             dst_tables=on_device[-1],
             min_block_size=tables.min_block_size(sizes),
             min_dst_block_size=(tables if targets is None else targets).min_block_size(most_kept),
+            max_block=int(max(part.blocks.max(initial=0) for part in (tables, targets) if part is not None)),
         )
+
+    def with_counts(self, counts: Tensor) -> RaggedBatch:
+        """Return the batch with other counts of slots that stay, which the device knows: those of a threshold.
+
+        The host cannot check them. Whatever a row keeps has to have room in ``dst_tables`` if it is to be packed: of
+        survivors for which there is none, the later ones are lost.
+
+        Args:
+            counts: int32 ``[R, L, H]``, as ``threshold_ragged`` returns them.
+        """
+        return replace(self, keep=counts)
 
 
 def _check_counts(
     lengths: npt.NDArray[np.int32], keep: npt.NDArray[np.int32], protect: npt.NDArray[np.int32], window: int
 ) -> None:
-    if window < 0 or (lengths < 0).any() or (protect < 0).any():
-        raise ValueError(
-            f"window={window}, the smallest length={lengths.min(initial=0)} and the smallest "
-            f"protect={protect.min(initial=0)} must not be negative"
-        )
+    if window < 0:
+        raise ValueError(f"window={window} must not be negative")
+    for name, x in (("lengths", lengths), ("protect", protect)):
+        if x.min(initial=0) < 0:
+            raise ValueError(f"{name} of request {x.argmin()} is {x.min()}, must not be negative")
     per_row = (-1, *[1] * (keep.ndim - 1))
     low = np.minimum(protect.astype(np.int64) + window, lengths).reshape(per_row)
     bad = np.argwhere((keep < low) | (keep > lengths.reshape(per_row)))
     if len(bad):
         request = int(bad[0, 0])
         raise ValueError(
-            f"request {request} keeps {keep[tuple(bad[0])]} slots, which must stay within {low[request].item()} "
-            f"(protect={protect[request]} + window={window}, at most its length) and its length, {lengths[request]}"
+            f"request {request} keeps {keep[tuple(bad[0])]} slots, which must lie within {low[request].item()} "
+            f"(protect={protect[request]} + window={window}, at most its length) and its length, {lengths[request]}: "
+            "change keep, or protect and window"
         )
 
 

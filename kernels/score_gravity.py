@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nitro.kernels._checks import interpreted
 from nitro.kernels._score import (
     by_slot,
     cache_variant,
@@ -26,6 +27,8 @@ from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
 _TILE_BYTES = 4096  # keys, and as many values, that are loaded at a time; they and their sums are held in float32
+INTERPRETER_MULTIPLIES_BFLOAT16 = False
+"""Triton's interpreter (3.6 to 3.9 at least) takes bfloat16 in a matrix product for integers."""
 _PULLED = 64  # slots whose pulls a program computes at a time
 
 
@@ -60,6 +63,11 @@ def gravity(
     out = check_paged(layers, batch, out, "gravity_ref")
     _check(layers, batch, softening, order)
     if out.numel():
+        if layers.dtype == torch.bfloat16 and interpreted() and not INTERPRETER_MULTIPLIES_BFLOAT16:
+            raise ValueError(
+                "the caches are bfloat16, whose matrix products Triton's interpreter gets wrong: convert them to "
+                "float32, or call gravity_ref"
+            )
         from nitro.kernels._triton.score_gravity import gravity_kernel
 
         chosen = _choice(layers.dtype, layers.head_dim)
@@ -132,17 +140,16 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
     widest = split or head_dim > 128  # these need the registers of more warps
-    warps = 8 if widest else 4 if head_dim <= 64 else 2
     return {
         **tile_shape(dtype, head_dim, _TILE_BYTES * 2 if widest else _TILE_BYTES),
         "WINDOW": 32,
-        "PULLED": 2 * _PULLED if split else _PULLED // 2 if warps == 2 else _PULLED,
+        "PULLED": 2 * _PULLED if split else _PULLED,
         "SPLIT": split,
         "CHANNELS": 16,
         # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.
         "SCALE": 0.25 if dtype == torch.float16 else 1.0,
         "STAGES": 8 // dtype.itemsize,
-        "num_warps": warps,
+        "num_warps": 8 if widest else 4,
     }
 
 

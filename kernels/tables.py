@@ -10,6 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 
+def int32(name: str, x: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Return integers as an int32 array.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: one of them has more than 32 bits.
+    """
+    found = np.asarray(x)
+    if found.dtype == np.int32:
+        return found
+    if found.size and found.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {found.dtype} ({found.flat[0]!s}, ...): convert them")
+    bounds = np.iinfo(np.int32)
+    if found.size and not bounds.min <= found.min() <= found.max() <= bounds.max:
+        raise ValueError(f"{name} holds {found.min()} to {found.max()}, must lie within {bounds.min} and {bounds.max}")
+    return found.astype(np.int32)
+
+
 class Tables(NamedTuple):
     """Block tables of R requests, one after the other.
 
@@ -25,7 +43,7 @@ class Tables(NamedTuple):
     def of(cls, tables: Sequence[Sequence[int]]) -> Tables:
         """Put tables one after the other."""
         counts = np.fromiter(map(len, tables), np.int32, len(tables))
-        return cls(np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(counts.sum())), counts)
+        return cls(int32("block ids", list(itertools.chain.from_iterable(tables))), counts)
 
     def padded(self, name: str) -> npt.NDArray[np.int32]:
         """Return ``[R, longest]``, padded with -1, which no kernel may read.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import compactor_cases as cases
 import paged_cases
 import pytest
@@ -36,9 +38,9 @@ def test_an_eviction_does_not_wait_for_the_device(policy: str, grown: int, monke
     world.grow("y", grown)
     compact = KernelCompactor._compact_group
 
-    def without_waiting(self: KernelCompactor, group: object) -> None:
+    def without_waiting(self: KernelCompactor, *args: Any) -> None:
         with paged_cases.no_synchronisation():
-            compact(self, group)  # type: ignore[arg-type]
+            compact(self, *args)
 
     monkeypatch.setattr(KernelCompactor, "_compact_group", without_waiting)
     world.evict({"x": 30, "y": 20})

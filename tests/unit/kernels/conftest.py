@@ -15,7 +15,7 @@ import triton
 from triton import language as tl
 from triton.runtime import interpreter
 
-from nitro.kernels import score_combine
+from nitro.kernels import score_combine, score_gravity
 
 interpreted = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="runs kernels on the CPU: set TRITON_INTERPRET=1"
@@ -69,6 +69,7 @@ def _multiply_bfloat16() -> None:
         return create_dot(self, upcast(a), upcast(b), *arguments)
 
     interpreter.InterpreterBuilder.create_dot = dot
+    score_gravity.INTERPRETER_MULTIPLIES_BFLOAT16 = True
 
 
 _patch_once()

@@ -58,6 +58,7 @@ def test_alignment(cache: torch.Tensor, aligned: bool) -> None:
     ("given", "error", "said"),
     [
         ([], ValueError, "caches is empty"),
+        (torch.zeros(5, 2, 8, 64), TypeError, "caches is one tensor: pass a list"),
         (caches(shape=(5, 2, 64)), ValueError, r"must be \[num_blocks.*got \[5, 2, 64\]"),
         (caches(shape=(5, 2, 8, 63)), ValueError, r"got \[5, 2, 8, 63\]"),
         (caches(shape=(0, 2, 8, 64)), ValueError, "not empty"),
@@ -88,10 +89,10 @@ def test_batch_from_the_host() -> None:
     ("arguments", "said"),
     [
         (([[1]], [4, 4], [2, 2]), "lengths is of 2 requests, but block_tables of 1, keep of 2 and protect of 2"),
-        (([[1]], [4], [5]), r"request 0 keeps 5 slots, which must stay within 3 .* and its length, 4"),
-        (([[1]], [4], [2]), r"request 0 keeps 2 slots, which must stay within 3 \(protect=1 \+ window=2"),
+        (([[1]], [4], [5]), r"request 0 keeps 5 slots, which must lie within 3 .* and its length, 4"),
+        (([[1]], [4], [2]), r"request 0 keeps 2 slots, which must lie within 3 \(protect=1 \+ window=2"),
         (([[1], [2]], [4, 5], [[[3, 3]], [[4, 2]]]), "request 1 keeps 2 slots"),
-        (([[1]], [-1], [0]), "the smallest length=-1 .* must not be negative"),
+        (([[1]], [-1], [0]), "lengths of request 0 is -1, must not be negative"),
     ],
 )
 def test_batch_is_checked_on_the_host(arguments: Any, said: str) -> None:
@@ -141,6 +142,34 @@ def test_stitching_is_checked(stitch: cases.Stitch) -> None:
             stitch(layers, *change)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (([[1]], [3.5], [3]), TypeError, r"lengths must be integers, got float64 \(3.5"),
+        (([[1]], [4], [3.0]), TypeError, "keep must be integers, got float64"),
+        (([[1.5]], [4], [3]), TypeError, "block ids must be integers, got float64"),
+        (([[1]], [4], np.array([3 + 2**32])), ValueError, "keep holds 4294967299 to 4294967299, must lie within"),
+        (([[2**31]], [4], [3]), ValueError, "block ids holds 2147483648"),
+    ],
+)
+def test_numbers_are_never_rounded_or_wrapped(arguments: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        RaggedBatch.of(*arguments)
+
+
+@interpreted
+def test_blocks_that_the_caches_have_not_are_refused() -> None:
+    layers = PagedLayers.of(caches())
+    mask, positions = torch.zeros(2, 2, 9, dtype=torch.uint8), torch.zeros(2, 5, 2, 8, dtype=torch.int32)
+    for tables, targets in (([[1, 5]], [[3]]), ([[1, 2]], [[5]])):
+        batch = RaggedBatch.of(tables, [9], [4], dst_tables=targets)
+        for stitch in (compact.pack_ragged, compact.pack_ragged_ref, compact.fill_ragged, compact.fill_ragged_ref):
+            with pytest.raises(ValueError, match="name block 5, and the caches have 5 blocks, 0 to 4"):
+                stitch(layers, batch, mask, positions)
+    with pytest.raises(TypeError, match=r"positions must be a tensor of torch.int32 on cpu, got None"):
+        compact.fill_ragged(layers, RaggedBatch.of([[1, 2]], [9], [4]), mask, None)  # type: ignore[arg-type]
+
+
 @interpreted
 def test_scratch_and_destination_are_checked() -> None:
     layers, batch = PagedLayers.of(caches()), RaggedBatch.of([[1, 2]], [9], [4])
@@ -161,7 +190,7 @@ def test_without_the_interpreter_a_cpu_is_refused() -> None:
     )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert "set it, or call select_ragged_ref" in done.stdout
+    assert "set it before the process imports triton, or call select_ragged_ref" in done.stdout
 
 
 def test_tables_may_come_one_after_the_other() -> None:

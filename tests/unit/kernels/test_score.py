@@ -244,3 +244,13 @@ def test_wide_caches(wide: str) -> None:
 
 def test_wide_scores() -> None:
     cases.check_wide_scores()
+
+
+@interpreted
+def test_gravity_is_refused_where_the_interpreter_multiplies_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = PagedLayers.of([torch.zeros(3, 1, 4, 16, dtype=torch.bfloat16)])
+    batch = RaggedBatch.of([[1, 2]], [8], [8], window=2)
+    score.gravity(layers, batch)
+    monkeypatch.setattr(score_gravity, "INTERPRETER_MULTIPLIES_BFLOAT16", False)
+    with pytest.raises(ValueError, match=r"the caches are bfloat16, .* convert them to float32, or call gravity_ref"):
+        score.gravity(layers, batch)

@@ -38,7 +38,7 @@ def test_caches(score_of: Any) -> None:
     ("out", "error", "said"),
     [
         (torch.zeros(SHAPE, dtype=torch.float64), TypeError, r"out must be torch.float32, got torch.float64"),
-        (torch.zeros(2, 2, 28), ValueError, r"out must be \[2, 2, 29\] .*, got \[2, 2, 28\]"),
+        (torch.zeros(2, 2, 28), ValueError, r"out must be \[2, 2, 29\], got \[2, 2, 28\]"),
         (torch.zeros(29, 2, 2).permute(1, 2, 0), ValueError, "out has strides .*: make it contiguous"),
         (torch.zeros(SHAPE, device="meta"), ValueError, "out is on meta, must be on cpu"),
     ],
@@ -60,7 +60,7 @@ def test_out(out: torch.Tensor, error: type[Exception], said: str, monkeypatch: 
         (
             lambda: score.random_ref(CASE.layers, CASE.batch, CASE.states[:1], IDS, IDS),
             ValueError,
-            r"states must be \[2\] .*, got \[1\]",
+            r"states must be \[2\], got \[1\]",
         ),
         (
             lambda: score.random_ref(CASE.layers, CASE.batch, CASE.states, IDS.int(), IDS),
@@ -112,7 +112,7 @@ def test_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
     a, batch = torch.zeros(SHAPE), CASE.batch
     with pytest.raises(ValueError, match="out is b, which is read while out is written"):
         score.rank_sum(batch, a, b := a + 1, out=b)
-    with pytest.raises(ValueError, match=r"b must be \[2, 2, 29\] .*, got \[1, 2, 29\]"):
+    with pytest.raises(ValueError, match=r"b must be \[2, 2, 29\], got \[1, 2, 29\]"):
         score.zscore_sum(batch, a, a[:1])
     with pytest.raises(ValueError, match="radius=-1 must not be negative"):
         score.neighbour_mean(batch, a, -1)
@@ -124,5 +124,5 @@ def test_where_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(ValueError, match="set it, or call keydiff_ref"):
+    with pytest.raises(ValueError, match="set it before the process imports triton, or call keydiff_ref"):
         score.keydiff(caches(), RaggedBatch.of([[0]], [8], [8]))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nitro.kernels import compact
+from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 from .conftest import interpreted
 
@@ -51,6 +52,26 @@ def test_every_width(dtype: torch.dtype, head_dim: int) -> None:
     case = cases.make_case(shape, [cases.Request(21, full(shape, 12))])
     cases.check_stitch(case, compact.pack_ragged, fill=False)
     cases.check_stitch(case, compact.fill_ragged, fill=True)
+
+
+@interpreted
+@pytest.mark.parametrize("targets", [[[6], [7]], [[6, 8], [7]]])
+def test_what_has_no_room_is_not_moved(targets: list[list[int]]) -> None:
+    """Counts that only the device knows: a row of dst_tables may be too short, and nothing else may be written to."""
+    caches = [torch.arange(10 * 2 * 4 * 8).view(10, 2, 4, 8).float() + layer for layer in range(2)]
+    before = [cache.clone() for cache in caches]
+    layers = PagedLayers.of(caches)
+    positions = torch.arange(4).repeat(2, 10, 2, 1).int()
+    batch = RaggedBatch.of([[0, 1], [2, 3]], [8, 8], [4, 4], dst_tables=targets)
+    mask = torch.ones(2, 2, 16, dtype=torch.uint8)  # all 8 of both stay; the second has room for 4
+    counts = torch.full((2, 2, 2), 8, dtype=torch.int32)
+    compact.pack_ragged(layers, batch.with_counts(counts), mask, positions)
+    for cache, old in zip(caches, before, strict=True):
+        want = old.clone()
+        for row, sources in zip(targets, ([0, 1], [2, 3]), strict=True):
+            for target, source in zip(row, sources, strict=False):
+                want[target] = old[source]
+        assert torch.equal(cache, want)
 
 
 @interpreted
