@@ -3,15 +3,18 @@
 #   ci/gpu.sh [FOLDER]    FOLDER: where the logs go (default: gpu-results)
 #   STAGES="..."          only these, of: build kernels sanitize oracle perf bench demo
 #   SITE=FOLDER           install Nitro there instead of into the environment
-#   MODEL=FOLDER          what the demo serves; without it, no demo
+#   MODEL=FOLDER          what the demo serves, and the oracle runs on, too; without it, no demo
+#   JOBS=N                tests at once (needs pytest-xdist); default: one after the other
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-gpu-results}
 mkdir -p "$out"
-export NITRO_REQUIRE_GPU=1 VLLM_USE_V2_MODEL_RUNNER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} HF_HUB_OFFLINE=1
+export NITRO_REQUIRE_GPU=1 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} HF_HUB_OFFLINE=1
 # -P: the checkout must not shadow what was installed.
 python=("${PYTHON:-python3}" -P)
 pytest=("${python[@]}" -m pytest -q -p no:cacheprovider)
+at_once=(${JOBS:+-n "$JOBS"})
+[[ -z ${JOBS:-} ]] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 target=(${SITE:+--target "$SITE" --upgrade})
 stages=" ${STAGES:-build kernels sanitize oracle perf bench demo} "
 
@@ -45,20 +48,17 @@ together() {
 wanted() { [[ $stages == *" $1 "* ]]; }
 
 wanted build && stage build "${PYTHON:-python3}" -m pip install -q --no-build-isolation --no-deps "${target[@]}" .
-if wanted kernels; then
-  lines=()
-  for file in tests/gpu/kernels/test_*.py tests/gpu/test_kernel_compactor.py; do
-    lines+=("$(basename "$file" .py) ${pytest[*]} -m gpu --durations=3 $file")
-  done
-  together "${lines[@]}"
-fi
+# Tests of wide memory take a third of a large card each: one at a time.
+wanted kernels && together \
+  "kernels ${pytest[*]} -m gpu --durations=5 -k 'not wide' ${at_once[*]} tests/gpu/kernels tests/gpu/test_kernel_compactor.py" \
+  "wide ${pytest[*]} -m gpu -k wide tests/gpu/kernels"
 if wanted sanitize; then
   # The allocator of torch would hide where a tensor ends.
   small="${pytest[*]} -m gpu tests/gpu/kernels/test_sanitize.py"
   together "memcheck PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 $small" \
     "racecheck compute-sanitizer --tool racecheck --error-exitcode 9 $small"
 fi
-wanted oracle && stage oracle "${pytest[@]}" -m gpu -s tests/gpu/test_oracle.py
+wanted oracle && NITRO_TEST_MODEL=${MODEL:-} stage oracle "${pytest[@]}" -m gpu -rA "${at_once[@]}" tests/gpu/test_oracle.py
 wanted perf && stage perf "${pytest[@]}" -m perf tests/perf
 if wanted bench; then
   for name in kernels naive write; do

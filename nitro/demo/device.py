@@ -45,8 +45,7 @@ def detect() -> Device:
     import torch
 
     if torch.cuda.is_available():
-        # Nitro has no seat in vLLM's V2 model runner yet; stock runs on the same one, so that the two compare.
-        return Device("cuda", torch.cuda.get_device_name(0), env=_COMMON_ENV | {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+        return Device("cuda", torch.cuda.get_device_name(0), env=_COMMON_ENV)
     return Device(
         kind="cpu",
         description=f"{_cpu_name()}, {os.cpu_count()} cores",
