@@ -4,8 +4,8 @@
     python3 ci/vllm_signatures.py WHEEL... > tests/data/vllm_signatures.json
 
 `tests/unit/integration/test_signatures.py` holds Nitro's expectations against what is recorded. To support a further
-version, `pip download --no-deps` its wheel and record all of them again. Wheels for the CPU have the same Python code as
-those for GPUs.
+version, `pip download --no-deps` its wheel and record all of them again. Wheels for the CPU have the same Python code
+as those for GPUs.
 """
 
 from __future__ import annotations
