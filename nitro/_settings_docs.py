@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from nitro._settings_text import REQUEST_RULES, RULES, Rule
 from nitro.config import Settings, defaults
-from nitro.request_settings import SERVER_ONLY, RequestSettings
+from nitro.request_settings import MOST_CHARACTERS, SERVER_ONLY, RequestSettings
 
 _SERVER = """\
 # Settings
@@ -40,7 +40,7 @@ with the JSON object in it (Python takes the string, too):
 
 _REQUEST_END = """\
 Set at most one of `budget` and `ratio`; it takes the place of the server's, whichever of the two that is. `null` is the
-same as leaving a key out (except for `enabled`). `budget` must be at least the server's `sinks` plus `window`. A step's
+same as leaving a key out (except for `enabled`). A string may have {most_characters} characters. `budget` must be at least the server's `sinks` plus `window`. A step's
 evictions are scored together, for all requests, and so these are always the server's:
 {server_only}.
 
@@ -67,7 +67,7 @@ def settings_markdown() -> str:
             _REQUEST,
             *_table(RequestSettings, own, REQUEST_RULES, "the server's"),
             "",
-            _REQUEST_END.replace("{server_only}", server_only),
+            _REQUEST_END.replace("{server_only}", server_only).replace("{most_characters}", f"{MOST_CHARACTERS:,}"),
             "This file is generated from the settings models (`nitro._settings_docs.settings_markdown`).\n",
         ]
     )

@@ -42,11 +42,14 @@ REQUEST_RULES: dict[str, Rule] = {
 
 def explain(error: ErrorDetails, rules: Mapping[str, Rule] = RULES) -> str:
     """Return one of pydantic's errors in terms of the settings that have these rules."""
+    if not error["loc"]:  # what pydantic cannot name, such as half of a surrogate pair
+        return f"a key that is not valid Unicode: known keys are {', '.join(sorted(rules))}"
     key, *inner = error["loc"]
     value = error["input"]
     if error["type"] in ("extra_forbidden", "invalid_key") or key not in rules:
         hint = did_you_mean(key, rules) if isinstance(key, str) else ""
-        return f"unknown key {key!r} (value {show(value)}){hint or ':'} known keys are {', '.join(sorted(rules))}"
+        known = ", ".join(sorted(rules))
+        return f"unknown key {_cut(repr(key))} (value {show(value)}){hint or ':'} known keys are {known}"
     rule = rules[str(key)]
     if "[key]" in inner:
         return f"{key} has the key {show(value)}, {kind_of(value)}: the name of an option must be a string"
@@ -85,9 +88,16 @@ def show(value: object) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        text = repr(value)
+        try:
+            text = repr(value)
+        except ValueError:  # an integer of more digits than Python prints
+            text = "..."
     except RecursionError:
         text = "..."
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 

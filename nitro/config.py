@@ -77,7 +77,8 @@ class Settings(BaseModel):
         except ValidationError as error:
             # One problem a key, although pydantic has one for each type that an option's value might have had.
             details = {d["loc"][:2]: d for d in reversed(error.errors(include_url=False)) if d["loc"]}
-            problems = [explain(d) for d in reversed(details.values())]
+            nameless = [d for d in error.errors(include_url=False) if not d["loc"] and d["type"] != "value_error"]
+            problems = [explain(d) for d in (*nameless, *reversed(details.values()))]
             doubtful = {nearest(str(loc[0]), RULES) for loc in details}
             # Pydantic compares settings once all are sound by themselves; to report all, compare those that are.
             problems += contradictions({name: value for name, value in values.items() if name not in doubtful})

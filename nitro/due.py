@@ -33,7 +33,10 @@ class DueCalendar:
         """Take a name out; does nothing if it is not filed."""
         step = self._where.pop(name, None)
         if step is not None:
-            del self._filed[step][name]
+            filed = self._filed[step]
+            del filed[name]
+            if not filed:  # else a far step that nobody waits for any longer would be kept until it begins
+                del self._filed[step]
 
     def begin_step(self) -> Iterable[str]:
         """Begin the next step, and take out and return the names that come up in it, in the order they were filed."""

@@ -14,6 +14,8 @@ from nitro.config import STRICT, Budget, Ratio, Settings, Slack, contradictions
 from nitro.errors import SettingsError
 
 ABOUT = "nitro settings of a request"
+# Of what a client sends; more would only take time, in which others wait, and memory, since rules are remembered by it.
+MOST_CHARACTERS, MOST_KEYS = 4096, 64
 SERVER_ONLY = tuple(name for name in Settings.model_fields if name not in REQUEST_RULES)
 
 
@@ -53,7 +55,7 @@ class RequestSettings(BaseModel):
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems += [explain(detail, REQUEST_RULES) for detail in details]
-            doubtful = {nearest(str(detail["loc"][0]), REQUEST_RULES) for detail in details}
+            doubtful = {nearest(str(detail["loc"][0]), REQUEST_RULES) for detail in details if detail["loc"]}
         sound = {n: own[n] for n in ("budget", "ratio") if n not in doubtful and own.get(n) is not None}
         problems += contradictions(
             {**sound, "sinks": server.sinks, "window": server.window}, otherwise=" (sinks and window are the server's)"
@@ -66,6 +68,8 @@ class RequestSettings(BaseModel):
 def _object(obj: object) -> Mapping[Any, Any]:
     value = obj
     if isinstance(obj, str):
+        if len(obj) > MOST_CHARACTERS:
+            raise SettingsError(f"{ABOUT} have {len(obj)} characters, may have {MOST_CHARACTERS}: shorten the string")
         try:
             value = json.loads(obj)
         except (ValueError, RecursionError) as error:
@@ -77,4 +81,6 @@ def _object(obj: object) -> Mapping[Any, Any]:
             f'{ABOUT} must be an object, e.g. {{"budget": 512}}, or a string with one in JSON; '
             f"got {show(obj)}, {kind_of(value)}"
         )
+    if len(value) > MOST_KEYS:
+        raise SettingsError(f"{ABOUT} have {len(value)} keys, may have {MOST_KEYS}: remove those that are not known")
     return value

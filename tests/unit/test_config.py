@@ -257,3 +257,7 @@ def test_documentation_covers_every_setting() -> None:
     assert set(RULES) == set(Settings.model_fields)
     assert all(field.description for field in Settings.model_fields.values())
     assert all(f"| `{name}` |" in settings_markdown() for name in Settings.model_fields)
+
+
+def test_half_a_surrogate_is_no_key() -> None:
+    assert "a key that is not valid Unicode" in problems_of({"budget": 512, "\ud800": 1})

@@ -55,3 +55,11 @@ def test_nothing_is_left_behind() -> None:
     for _ in range(10):
         list(calendar.begin_step())
     assert not calendar._filed
+
+
+def test_far_steps_leave_nothing_behind() -> None:
+    calendar = DueCalendar()
+    for number in range(100):
+        calendar.file(f"r{number}", 10**9 + number)
+        calendar.drop(f"r{number}")
+    assert not calendar._filed
