@@ -63,13 +63,16 @@ class Sources:
 
 
 def main() -> None:
-    wanted = sorted({(h.owner.__module__, h.owner.__qualname__, h.name) for h in (*compat.hooks(), *compat.v2_hooks())})
+    wanted = {hook.label: hook for hook in (*compat.hooks(), *compat.v2_hooks())}
     recorded = {}
     for wheel in map(Path, sys.argv[1:]):
         version = re.match(r"vllm(?:_cpu)?-([\d.]+)", wheel.name)
         assert version, f"{wheel.name} is no wheel of vLLM"
         sources = Sources(wheel)
-        recorded[version[1]] = {".".join(key): sources.parameters(*key) for key in wanted}
+        recorded[version[1]] = {
+            label: sources.parameters(hook.owner.__module__, hook.owner.__qualname__, hook.name)
+            for label, hook in sorted(wanted.items())
+        }
     # A line for each method: a diff between two recordings shows what changed.
     versions = [
         f"{json.dumps(version)}: {{\n"

@@ -26,7 +26,7 @@ from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
-_TILE_BYTES = 4096  # keys, and as many values, that are loaded at a time; they and their sums are held in float32
+_TILE_BYTES = 1024  # keys, and as many values, that a warp loads at a time; it holds them and their sums in float32
 INTERPRETER_MULTIPLIES_BFLOAT16 = False
 """Triton's interpreter (3.6 to 3.9 at least) takes bfloat16 in a matrix product for integers."""
 _PULLED = 64  # slots whose pulls a program computes at a time
@@ -139,17 +139,17 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
-    widest = split or head_dim > 128  # these need the registers of more warps
+    warps = 8 if split or head_dim > 128 else 4
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES * 2 if widest else _TILE_BYTES),
+        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
         "WINDOW": 32,
-        "PULLED": 2 * _PULLED if split else _PULLED,
+        "PULLED": _PULLED * 2 if split else _PULLED,
         "SPLIT": split,
         "CHANNELS": 16,
         # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.
         "SCALE": 0.25 if dtype == torch.float16 else 1.0,
         "STAGES": 8 // dtype.itemsize,
-        "num_warps": 8 if widest else 4,
+        "num_warps": warps,
     }
 
 

@@ -76,8 +76,9 @@ class Settings(BaseModel):
             doubtful: set[str | None] = set()
         except ValidationError as error:
             # One problem a key, although pydantic has one for each type that an option's value might have had.
-            details = {d["loc"][:2]: d for d in reversed(error.errors(include_url=False)) if d["loc"]}
-            nameless = [d for d in error.errors(include_url=False) if not d["loc"] and d["type"] != "value_error"]
+            errors = error.errors(include_url=False)
+            details = {d["loc"][:2]: d for d in reversed(errors) if d["loc"]}
+            nameless = [d for d in errors if not d["loc"] and d["type"] != "value_error"]
             problems = [explain(d) for d in (*nameless, *reversed(details.values()))]
             doubtful = {nearest(str(loc[0]), RULES) for loc in details}
             # Pydantic compares settings once all are sound by themselves; to report all, compare those that are.

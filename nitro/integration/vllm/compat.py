@@ -73,15 +73,19 @@ class Hook:
     name: str
     parameters: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """Module, class and method."""
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
     def fault(self) -> str | None:
         """Say what is wrong with the method in this vLLM, or return None."""
         function: Callable[..., Any] | None = getattr(self.owner, self.name, None)
-        label = f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
         if function is None:
-            return f"{label} does not exist"
+            return f"{self.label} does not exist"
         found = tuple(inspect.signature(function).parameters)[1 : 1 + len(self.parameters)]
         if found != self.parameters:
-            return f"{label} takes {found}, Nitro expects {self.parameters}"
+            return f"{self.label} takes {found}, Nitro expects {self.parameters}"
         return None
 
 

@@ -14,7 +14,7 @@ from nitro.integration.vllm import compat
 RECORDED: dict[str, dict[str, list[str] | None]] = json.loads(
     (Path(__file__).parents[2] / "data" / "vllm_signatures.json").read_text(encoding="utf-8")
 )
-HOOKS = {f"{h.owner.__module__}.{h.owner.__qualname__}.{h.name}": h for h in (*compat.hooks(), *compat.v2_hooks())}
+HOOKS = {hook.label: hook for hook in (*compat.hooks(), *compat.v2_hooks())}
 
 
 def test_all_versions_and_all_methods_are_recorded() -> None:
