@@ -93,26 +93,15 @@ def list_fill_kernel(
 
 
 @triton.jit
-def _places(
-    moves, block_tables, dst_tables, dst_width, rank, count, length, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr
-):
-    """Return the slots that the moves of these ranks lead from and to, the int64 blocks of both, and which are made.
-
-    A row of ``dst_tables`` may be too short for what a mask has, of which only the device knows: no move then leads to
-    another request's row, or to -1, with which rows are padded.
-    """
-    live = rank < count
+def _places(moves, block_tables, dst_tables, rank, live, length, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr):
+    """Return the slots that the moves of these ranks lead from and to, and the int64 blocks of both."""
     src = tl.load(moves + rank, mask=live, other=0)
     dst = rank
     if FILL:
         dst = tl.load(moves + length // 2 + rank, mask=live, other=0)
-    else:
-        live = live & (dst < dst_width * BLOCK_SIZE)
     src_block = tl.load(block_tables + src // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     dst_block = tl.load(dst_tables + dst // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    if not FILL:
-        live = live & (dst_block >= 0)
-    return src, dst, src_block, dst_block, live
+    return src, dst, src_block, dst_block
 
 
 @triton.jit(do_not_specialize=["table_width", "dst_width", "total", "splits", "L", "H"])
@@ -160,26 +149,33 @@ def move_kernel(
     column = tl.arange(0, COLUMNS)
     element = column.to(tl.int64) * stride_dim
 
+    # A row of dst_tables may be too short for what a mask has, of which only the device knows: no move then leads to
+    # another request's row, or to -1, with which rows are padded.
+    if not FILL:
+        count = tl.minimum(count, dst_width * BLOCK_SIZE)
     rank = split * ROWS + tl.arange(0, ROWS)
-    src, dst, src_block, dst_block, live = _places(
-        moves, block_tables, dst_tables, dst_width, rank, count, length, BLOCK_SIZE, FILL
+    src, dst, src_block, dst_block = _places(
+        moves, block_tables, dst_tables, rank, rank < count, length, BLOCK_SIZE, FILL
     )
     for start in range(split * ROWS, count, splits * ROWS):
+        # Computed here, not carried from round to round: that would halve the speed.
+        live = start + tl.arange(0, ROWS) < count
+        if not FILL:
+            live = live & (dst_block >= 0)
         source = src_block * stride_block + (src % BLOCK_SIZE).to(tl.int64) * stride_slot
         target = dst_block * stride_block + (dst % BLOCK_SIZE).to(tl.int64) * stride_slot
         to_position = positions + dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE
-        made = live
-        chosen = made[:, None] & (column < WIDTH)[None, :]
+        chosen = live[:, None] & (column < WIDTH)[None, :]
         words = tl.load(cache + source[:, None] + element[None, :], mask=chosen)
-        position = tl.load(positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE, mask=made)
+        position = tl.load(positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE, mask=live)
         rank = start + splits * ROWS + tl.arange(0, ROWS)
         if AHEAD:
-            src, dst, src_block, dst_block, live = _places(
-                moves, block_tables, dst_tables, dst_width, rank, count, length, BLOCK_SIZE, FILL
+            src, dst, src_block, dst_block = _places(
+                moves, block_tables, dst_tables, rank, rank < count, length, BLOCK_SIZE, FILL
             )
         tl.store(cache + target[:, None] + element[None, :], words, mask=chosen)
-        tl.store(to_position, position, mask=made)
+        tl.store(to_position, position, mask=live)
         if not AHEAD:
-            src, dst, src_block, dst_block, live = _places(
-                moves, block_tables, dst_tables, dst_width, rank, count, length, BLOCK_SIZE, FILL
+            src, dst, src_block, dst_block = _places(
+                moves, block_tables, dst_tables, rank, rank < count, length, BLOCK_SIZE, FILL
             )
