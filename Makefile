@@ -40,7 +40,7 @@ lint: setup ## ruff and clang-format, without changing anything
 types: setup ## mypy, strict, and the extension's stubs
 	@bash ci/cpu.sh types
 
-native: setup ## the C++ tests under the address and undefined-behaviour sanitizers
+native: setup ## the C++ tests under the address, undefined-behaviour and thread sanitizers
 	@bash ci/cpu.sh native
 
 kernels: setup ## the kernels' tests, in Triton's interpreter, and that they compile for GPUs; PYTEST_ARGS as below

@@ -19,5 +19,9 @@ class IntegrityError(NitroError, RuntimeError):
     """The block ledger contradicts itself: a bug in Nitro, never the user's fault."""
 
 
+class BridgeError(NitroError, RuntimeError):
+    """The bridge between worker and scheduler cannot be made, opened or used: the message names the file and why."""
+
+
 class ModelFetchError(NitroError, RuntimeError):
     """A model or text for the demo could not be fetched, or its checksum is wrong."""

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.hpp"
 #include "nitro/collector.hpp"
 
 namespace py = pybind11;
@@ -83,7 +84,7 @@ std::vector<nitro::Eviction> evictions_of(const Column& requests, const Column& 
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Nitro's C++ core. Use it through nitro.collector.";
+  m.doc() = "Nitro's C++ core. Use it through nitro.collector and nitro.ipc.";
 
   // A std::logic_error would become a RuntimeError; users catch Nitro's own class.
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> integrity_error;
@@ -96,6 +97,8 @@ PYBIND11_MODULE(_native, m) {
       py::set_error(integrity_error.get_stored(), error.what());
     }
   });
+
+  nitro::bind_bridge(m);
 
   using nitro::Collector;
   using nitro::Handle;
