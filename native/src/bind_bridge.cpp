@@ -79,6 +79,7 @@ void bind_bridge(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Message, request, step, run, epoch, logical_len, physical_len, keep, flags);
   m.attr("MESSAGE") = py::dtype::of<Message>();
   m.attr("RING_LAYOUT") = layout();
+  m.attr("SHARED_MEMORY") = kSharedMemory;
 
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<Consumer>(m, "RingConsumer")

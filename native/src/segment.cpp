@@ -249,8 +249,8 @@ void Segment::unlink() noexcept {
 
 void Segment::check_process() const {
   if (pid_ != ::getpid()) {
-    throw std::logic_error(text(file_path(name_), " was opened by process ", pid_, ", of which this one (", ::getpid(),
-                                ") was forked: open a ring of its own in each process"));
+    throw SegmentError(text(file_path(name_), " was opened by process ", pid_, ", of which this one (", ::getpid(),
+                            ") was forked: open a ring of its own in each process"));
   }
 }
 

@@ -59,7 +59,7 @@ class Segment {
   // Removes the name (owner only), if it is still there. The ring goes on; nobody can open it any more.
   void unlink() noexcept;
 
-  // Throws std::logic_error in a process that was forked from the one which opened the segment: it shares the memory,
+  // Throws SegmentError in a process that was forked from the one which opened the segment: it shares the memory,
   // and two writers or readers would ruin the ring.
   void check_process() const;
 
