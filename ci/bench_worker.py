@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with mock.patch.object(kernel_compactor, "stamp_positions"), mock.patch.object(KernelCompactor, "_evict_part"):
+    with mock.patch.object(kernel_compactor, "stamp_positions"), mock.patch.object(KernelCompactor, "_score_part"):
         results = [run(kind, arguments.evictions, arguments.steps) for kind in ("V1", "V2")]
     print("| runner | evictions a step | _nitro_apply, median µs | for each | pickled and back, µs | bytes |")
     print("|---|---|---|---|---|---|")

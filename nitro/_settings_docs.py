@@ -19,7 +19,7 @@ Settings are the `"nitro"` object of vLLM's `--additional-config` (or `LLM(addit
 
     vllm serve MODEL --additional-config '{"nitro": {"policy": "keydiff", "budget": 512}}'
 
-Set exactly one of `budget` and `ratio`. Unknown keys, wrong types (`"512"` is not `512`) and
+Set exactly one of `budget`, `ratio` and `threshold`. Unknown keys, wrong types (`"512"` is not `512`) and
 contradictions are errors at start-up, before weights load.
 """
 
@@ -39,7 +39,7 @@ with the JSON object in it (Python takes the string, too):
 """
 
 _REQUEST_END = """\
-Set at most one of `budget` and `ratio`; it takes the place of the server's, whichever of the two that is. `null` is the
+Set at most one of `budget` and `ratio`; it takes the place of the server's `budget`, `ratio` or `threshold`. `null` is the
 same as leaving a key out (except for `enabled`). A string may have {most_characters} characters. `budget` must be at
 least the server's `sinks` plus `window`. A step's evictions are scored together, for all requests, and so these are
 always the server's:

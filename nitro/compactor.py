@@ -11,13 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from nitro.errors import IntegrityError
 from nitro.policies.base import Policy
 from nitro.types import Counters, IntArray, KeepRecord, StepPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Held(NamedTuple):
@@ -131,6 +134,27 @@ class Compactor(ABC):
             tokens_evicted=total.tokens_evicted + int((plan.physical_len - plan.keep).sum()),
             blocks_freed=total.blocks_freed + int((plan.num_src() - plan.num_dst()).sum()),
         )
+
+    @abstractmethod
+    def _count(self, slots: StepPlan, before: Before, threshold: float) -> Tensor:
+        """See ``count``."""
+
+    def count(self, slots: StepPlan, threshold: float) -> Tensor:
+        """Return how many tokens of each request reach a threshold, sinks and window included; nothing moves.
+
+        A request has one count for all layers and KV heads: their mean, rounded up.
+
+        Args:
+            slots: R requests and what they hold; where it says that they keep something, that is not looked at.
+            threshold: of the policy's scores; NaN scores never reach it.
+
+        Returns:
+            int32 ``[R]`` on the caches' device, which may not have computed it yet.
+
+        Raises:
+            IntegrityError: the requests do not hold what this worker knows of them.
+        """
+        return self._count(slots, self._before(slots), threshold)
 
     def begin_run(self, request_id: str, tokens: int) -> None:
         """Note that a request, of which so many tokens are known, starts or is recomputed, if that is recorded."""

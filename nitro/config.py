@@ -18,6 +18,9 @@ OptionValue = bool | int | float | str
 Budget = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(gt=0, lt=1)]
 Slack = Annotated[int, Field(ge=1)]
+Keep = Annotated[int, Field(ge=1)]
+COUNTS = ("budget", "ratio", "threshold")
+"""Ways to say how many tokens stay, of which exactly one is chosen."""
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -33,6 +36,20 @@ class Settings(BaseModel):
     )
     ratio: Ratio | None = Field(
         None, description="Retention ratio: the share of a request's tokens that stay after an eviction."
+    )
+    threshold: float | None = Field(
+        None,
+        description="The data decides: as many of a request's tokens stay as have a score of at least this, in the mean "
+        "over layers and KV heads. In the unit of the policy's scores (of gravity, their mean is 1).",
+    )
+    min_keep: Keep | None = Field(
+        None,
+        description="Tokens that a `threshold` leaves a request at least. Unset: the sinks and the window.",
+    )
+    max_keep: Keep | None = Field(
+        None,
+        description="Tokens that a `threshold` leaves a request at most, and to which it is compacted while no worker has "
+        "said how many reach the threshold. Unset: no bound.",
     )
     sinks: int = Field(4, ge=0, description="The first tokens of a request, which always stay.")
     window: int = Field(32, ge=1, description="The newest tokens of a request, which always stay.")
@@ -106,21 +123,44 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
         settings: by name; leave out those in doubt, about which nothing is said then.
         otherwise: what can be done about a budget that is too small, other than raise it.
     """
-    if settings.get("budget") is not None and settings.get("ratio") is not None:
+    counts = {name: settings[name] for name in COUNTS if settings.get(name) is not None}
+    if len(counts) > 1:
         return [
-            f"budget={settings['budget']} and ratio={settings['ratio']} are both set, "
-            f"but exactly one may be: remove one of them"
+            f"{' and '.join(f'{name}={value}' for name, value in counts.items())} are "
+            f"{'both' if len(counts) == 2 else 'all'} set, but exactly one of {', '.join(COUNTS)} may be: remove the others"
         ]
-    if {"budget", "ratio"} <= settings.keys() and settings["budget"] is None and settings["ratio"] is None:
+    if set(COUNTS) <= settings.keys() and not counts:
         return [
-            "neither budget nor ratio is set, but exactly one must be: set budget (tokens a request may hold, "
-            "e.g. 512) or ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25)"
+            "none of budget, ratio and threshold is set, but exactly one must be: set budget (tokens a request may hold, "
+            "e.g. 512), ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25) or threshold (the score from "
+            "which tokens stay)"
         ]
-    if {"budget", "sinks", "window"} <= settings.keys() and settings["budget"] is not None:
-        budget, least = settings["budget"], settings["sinks"] + settings["window"]
-        if budget < least:
-            return [f"budget={budget} is below sinks + window = {least}: raise budget to at least {least}{otherwise}"]
+    return [*_bounds_of_threshold(settings), *_too_small(settings, otherwise)]
+
+
+def _bounds_of_threshold(settings: Mapping[str, Any]) -> list[str]:
+    if "threshold" in settings and settings["threshold"] is None:
+        return [
+            f"{name}={settings[name]} is set without a threshold, whose bound it is: remove it, or set threshold in place "
+            "of budget or ratio"
+            for name in ("min_keep", "max_keep")
+            if settings.get(name) is not None
+        ]
+    low, high = settings.get("min_keep"), settings.get("max_keep")
+    if low is not None and high is not None and high < low:
+        return [f"max_keep={high} is below min_keep={low}: raise max_keep, or lower min_keep"]
     return []
+
+
+def _too_small(settings: Mapping[str, Any], otherwise: str) -> list[str]:
+    if not {"sinks", "window"} <= settings.keys():
+        return []
+    least = settings["sinks"] + settings["window"]
+    return [
+        f"{name}={value} is below sinks + window = {least}: raise {name} to at least {least}{otherwise}"
+        for name in ("budget", "min_keep", "max_keep")
+        if (value := settings.get(name)) is not None and value < least
+    ]
 
 
 def _policy_problems(policy: str, options: Mapping[str, OptionValue]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -107,24 +107,38 @@ class DenseCompactor(Compactor):
         return [where.numpy().copy() for where in kept] if self.records is not None else []
 
     def _compact_one(self, eviction: Eviction, key: int) -> Tensor:
-        length, keep = eviction.physical_len, eviction.keep
-        device = self.caches[0].device
-        source = torch.as_tensor(eviction.src_blocks, dtype=torch.int64)
         target = torch.as_tensor(eviction.dst_blocks, dtype=torch.int64)
-        positions = self._positions_of(eviction)
-        kept = torch.empty(*positions.shape[:2], keep, dtype=torch.int32)
-        for start, stop in self._groups(length):
-            gathered = [cache.gather(source, length) for cache in self.caches[start:stop]]
+        kept = torch.empty(len(self.layers), len(self.heads), eviction.keep, dtype=torch.int32)
+        for group, x, scores in self._scored(eviction, key):
+            index = select_topk_ref(scores, eviction.keep, eviction.protect, self.window)
+            kept[group] = x.positions.gather(-1, index)
+            for offset, cache in enumerate(self.caches[group]):
+                keys, values = pack_ref(x.keys[offset], index[offset]), pack_ref(x.values[offset], index[offset])
+                cache.scatter(target, keys, values)
+        return kept
+
+    def _count(self, slots: StepPlan, before: Before, threshold: float) -> Tensor:
+        rows = len(self.layers) * len(self.heads)
+        counts = []
+        for request, key in zip(slots.evictions(), before.keys, strict=True):
+            slot = torch.arange(request.physical_len, device=self.caches[0].device)
+            forced = (slot < request.protect) | (slot >= request.physical_len - self.window)
+            reached = [int(((scores >= threshold) | forced).sum()) for _, _, scores in self._scored(request, key)]
+            counts.append(-(-sum(reached) // rows))
+        return torch.tensor(counts, dtype=torch.int32, device=self.caches[0].device)
+
+    def _scored(self, request: Eviction, key: int) -> Iterator[tuple[slice, ScoreInput, Tensor]]:
+        """Yield which layers, their gathered slots, and the scores float32 ``[layers, num_kv_heads, physical_len]``."""
+        source = torch.as_tensor(request.src_blocks, dtype=torch.int64)
+        positions = self._positions_of(request)
+        for start, stop in self._groups(request.physical_len):
+            group = slice(start, stop)
+            gathered = [cache.gather(source, request.physical_len) for cache in self.caches[group]]
             keys = torch.stack([k for k, _ in gathered])
             values = torch.stack([v for _, v in gathered])
-            where = positions[start:stop].to(device)
-            group = slice(start, stop)
-            scores = checked_score(self.policy, self._input(keys, values, where, group, key, eviction.logical_len))
-            index = select_topk_ref(scores, keep, eviction.protect, self.window)
-            kept[start:stop] = where.gather(-1, index)
-            for offset, cache in enumerate(self.caches[start:stop]):
-                cache.scatter(target, pack_ref(keys[offset], index[offset]), pack_ref(values[offset], index[offset]))
-        return kept
+            where = positions[group].to(keys.device)
+            x = self._input(keys, values, where, group, key, request.logical_len)
+            yield group, x, checked_score(self.policy, x)
 
     def _positions_of(self, eviction: Eviction) -> Tensor:
         """Return the logical positions int32 [num_layers, num_kv_heads, physical_len] of the request's slots."""

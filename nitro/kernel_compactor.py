@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from nitro.kernels.blocks import copy_blocks, stamp_positions
 from nitro.kernels.compact import fill_ragged
 from nitro.kernels.newest import force_newest
 from nitro.kernels.paged import PagedLayers, RaggedBatch, to_device
-from nitro.kernels.select import TILES, select_ragged
+from nitro.kernels.select import TILES, select_ragged, threshold_ragged
 from nitro.kernels.tables import Tables
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
@@ -28,6 +29,8 @@ SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
 _BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
 _TRIAL_LAYERS = 2
+T = TypeVar("T")
+_Use = Callable[[RaggedInput, Tensor, RaggedBatch], T]
 
 
 def positions_bytes(num_kv_heads: int, block_size: int) -> int:
@@ -40,6 +43,11 @@ def _drawn_like(cache: Tensor, blocks: int) -> Tensor:
     return torch.empty_strided(
         (blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
     ).normal_()
+
+
+def _keep_selected(x: RaggedInput, scores: Tensor, chosen: RaggedBatch) -> None:
+    mask, _ = select_ragged(scores, chosen)
+    fill_ragged(x.layers, x.batch, mask, x.positions, scratch=scores.view(torch.int32))
 
 
 class KernelCompactor(Compactor):
@@ -56,6 +64,7 @@ class KernelCompactor(Compactor):
         window: int,
         seed: int,
         longest: int,
+        counts: bool = False,
         stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker, none of whose blocks is in use yet.
@@ -69,6 +78,7 @@ class KernelCompactor(Compactor):
             window: as above.
             seed: as above.
             longest: most slots of a request; the kernels for all lengths up to it are compiled here and now.
+            counts: whether ``count`` will be called, so that its kernels are compiled, too.
             stable_id: as in ``Compactor``.
         """
         super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
@@ -78,7 +88,7 @@ class KernelCompactor(Compactor):
         self.head_ids = torch.tensor(head_ids, dtype=torch.int64, device=device)
         shape = (layers.num_layers, layers.num_blocks, layers.num_kv_heads, layers.block_size)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._longest = longest
+        self._longest, self._counts = longest, counts
         self.set_policy(policy)
         self._warm_up(policy)
 
@@ -122,12 +132,19 @@ class KernelCompactor(Compactor):
         """Compile what a step may launch, on blocks that nobody uses yet."""
         started = time.monotonic()
         longest = min(self._longest, self.layers.num_blocks * self.block_size)
+        theta = torch.zeros((1, 1, 1), dtype=torch.float32, device=self.layers.device)
+
+        def use(x: RaggedInput, scores: Tensor, chosen: RaggedBatch) -> None:
+            if self._counts:
+                threshold_ragged(scores, chosen, theta)
+            _keep_selected(x, scores, chosen)
+
         for length in [*(tile for tile in TILES if tile < longest), longest]:
             table = list(range(-(-length // self.block_size)))
             keep = min(max(self.sinks + self.window, length // 2), length)
             for newest_last in (True, False):
                 batch = self._batch([table], [length], [keep], [min(self.sinks, length)])
-                self._evict(batch, [0], [length], [length], [0], [0], newest_last)
+                self._score(batch, [0], [length], [length], [0], [0], newest_last, use)
         pair = torch.tensor([[0], [min(1, self.layers.num_blocks - 1)]], dtype=torch.int32, device=self.layers.device)
         copy_blocks(self.layers, self.positions, pair)
         logger.info("compiled the kernels of policy %s in %.1f s", policy.name, time.monotonic() - started)
@@ -167,13 +184,32 @@ class KernelCompactor(Compactor):
             start, taken = stop, int(ends[stop - 1])
 
     def _compact_group(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray) -> None:
-        """Compact some of a step's requests, in ``blocks``: one request after the other."""
+        """Compact some of a step's requests."""
+        self._score_group(plan, before, group, blocks, _keep_selected)
+
+    def _count(self, slots: StepPlan, before: Before, threshold: float) -> Tensor:
+        ends, rows = slots.src_ends(), self.layers.num_layers * self.layers.num_kv_heads
+        theta = torch.full((1, 1, 1), threshold, dtype=torch.float32, device=self.layers.device)
+
+        def reached(_: RaggedInput, scores: Tensor, chosen: RaggedBatch) -> Tensor:
+            return threshold_ragged(scores, chosen, theta)[1].sum(dim=(1, 2))
+
+        counted = []
+        for group in self._groups(slots.physical_len):
+            blocks = slots.src_blocks[ends[group.start - 1] if group.start else 0 : ends[group.stop - 1]]
+            counted.append(torch.stack(self._score_group(slots, before, group, blocks, reached)).sum(dim=0))
+        return ((torch.cat(counted) + (rows - 1)) // rows).to(torch.int32)
+
+    def _score_group(
+        self, plan: StepPlan, before: Before, group: slice, blocks: IntArray, use: _Use[T]
+    ) -> list[T]:
+        """Score some of a step's requests, in ``blocks``: one request after the other; see ``_score``."""
         lengths, first = plan.physical_len[group], before.kept[group]
         batch = self._batch(Tables(blocks, plan.num_src()[group]), lengths, plan.keep[group], plan.protect[group])
         # What was written since the last eviction stands last and in order; older slots may be in any order.
         newest_last = bool(((before.epoch[group] == 0) | (lengths - first >= self.window)).all())
         logical, shift = plan.logical_len[group].tolist(), before.evicted[group]
-        self._evict(batch, first, lengths.tolist(), logical, shift, before.keys[group], newest_last)
+        return self._score(batch, first, lengths.tolist(), logical, shift, before.keys[group], newest_last, use)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
@@ -204,7 +240,7 @@ class KernelCompactor(Compactor):
             seed=self.seed,
         )
 
-    def _evict(
+    def _score(
         self,
         batch: RaggedBatch,
         first: Sequence[int] | IntArray,
@@ -213,32 +249,44 @@ class KernelCompactor(Compactor):
         shift: Sequence[int] | IntArray,
         keys: Sequence[int],
         newest_last: bool,
-    ) -> None:
-        """Evict in all layers, in as many at a time as have room for what they need beside the cache."""
+        use: _Use[T],
+    ) -> list[T]:
+        """Score all layers, as many at a time as have room for what they need beside the cache.
+
+        Args:
+            batch: the requests.
+            first: slots of each that are stamped already; ``[R]``, as are the next.
+            lengths: slots of each.
+            logical: tokens of each.
+            shift: tokens that each has lost.
+            keys: hashes of the requests.
+            newest_last: see ``RaggedInput``.
+            use: gets the layers and requests, their scores float32 ``[L, H, total]``, which are its own, and the batch to
+                select from them with.
+        """
         numbers = [np.asarray(x, np.int32) for x in (first, shift, logical)]
         first_there, shift_there, logical_there = to_device(numbers, self.layers.device)
         x = self._ragged(batch, lengths, logical, logical_there, keys, newest_last)
         num_layers, step = self.layers.num_layers, self._layers_at_once(batch.total)
+        found = []
         for start in range(0, num_layers, step):
-            stop = min(start + step, num_layers)
-            part = x if step == num_layers else self._part(x, start, stop)
+            part = x if step == num_layers else self._part(x, start, min(start + step, num_layers))
             stamp_positions(part.layers, batch, part.positions, first_there, shift_there)
-            self._evict_part(part)
+            found.append(self._score_part(part, use))
+        return found
+
+    def _score_part(self, x: RaggedInput, use: _Use[T]) -> T:
+        scores, chosen = checked_score_ragged(self.policy, x), x.batch
+        if not x.newest_last:
+            # The window is not in its place, as the sinks are, since nothing moves those.
+            force_newest(x.layers, x.batch, scores, x.logical_lengths, x.positions)
+            chosen = dataclasses.replace(x.batch, window=0)
+        return use(x, scores, chosen)
 
     @staticmethod
     def _part(x: RaggedInput, start: int, stop: int) -> RaggedInput:
         layers, part = x.layers.part(start, stop), slice(start, stop)
         return dataclasses.replace(x, layers=layers, positions=x.positions[part], layer_ids=x.layer_ids[part])
-
-    def _evict_part(self, x: RaggedInput) -> None:
-        scores = checked_score_ragged(self.policy, x)
-        chosen = x.batch
-        if not x.newest_last:
-            # The window is not in its place, as the sinks are, since nothing moves those.
-            force_newest(x.layers, x.batch, scores, x.logical_lengths, x.positions)
-            chosen = dataclasses.replace(x.batch, window=0)
-        mask, _ = select_ragged(scores, chosen)
-        fill_ragged(x.layers, x.batch, mask, x.positions, scratch=scores.view(torch.int32))
 
     def _kept(self, blocks: IntArray, keep: int) -> IntArray:
         """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""

@@ -12,7 +12,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetRule:
+class _Rule:
+    """What rules have in common."""
+
+    sinks: int
+    window: int
+    slack: int
+    evict_prompt: bool
+
+    def protect(self, logical: int, prompt: int) -> int:
+        """Return how many of the first slots always stay: the sinks, or the prompt where it is not to be evicted."""
+        return self.sinks if self.evict_prompt else max(self.sinks, min(prompt, logical))
+
+    def _spared(self, logical: int, prompt: int) -> int:
+        """Return how many tokens stay beside those that are counted: the prompt where it is not to be evicted."""
+        return 0 if self.evict_prompt else min(prompt, logical)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRule(_Rule):
     """The budget of requests, derived from the settings; pure arithmetic on lengths in tokens.
 
     With ``evict_prompt`` false the prompt is protected and comes on top of the budget, so that the rule can always
@@ -21,35 +39,6 @@ class BudgetRule:
 
     budget: int | None
     ratio: float | None
-    sinks: int
-    window: int
-    slack: int
-    evict_prompt: bool
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> BudgetRule:
-        """Take the fields that decide counts from validated settings."""
-        return cls(
-            budget=settings.budget,
-            ratio=settings.ratio,
-            sinks=settings.sinks,
-            window=settings.window,
-            slack=settings.slack,
-            evict_prompt=settings.evict_prompt,
-        )
-
-    def for_request(self, asked: RequestSettings) -> BudgetRule:
-        """Return the rule of a request that has settings of its own, on a server that has this rule."""
-        if not asked.enabled:
-            return replace(self, budget=None, ratio=None)
-        own = asked.budget is not None or asked.ratio is not None
-        return replace(
-            self,
-            budget=asked.budget if own else self.budget,
-            ratio=asked.ratio if own else self.ratio,
-            slack=self.slack if asked.slack is None else asked.slack,
-            evict_prompt=self.evict_prompt if asked.evict_prompt is None else asked.evict_prompt,
-        )
 
     @property
     def never(self) -> bool:
@@ -58,16 +47,12 @@ class BudgetRule:
 
     def keep(self, logical: int, prompt: int) -> int:
         """Return the tokens that stay when a request of ``logical`` computed tokens is compacted."""
-        base = 0 if self.evict_prompt else min(prompt, logical)
+        base = self._spared(logical, prompt)
         if self.budget is not None:
             return base + self.budget
         if self.ratio is None:
             return logical
         return base + max(math.ceil(self.ratio * (logical - base)), self.sinks + self.window)
-
-    def protect(self, logical: int, prompt: int) -> int:
-        """Return how many of the first slots always stay: the sinks, or the prompt where it is not to be evicted."""
-        return self.sinks if self.evict_prompt else max(self.sinks, min(prompt, logical))
 
     def target(self, logical: int, physical: int, prompt: int) -> int | None:
         """Return the physical length to compact to, or None if the request is not due.
@@ -92,3 +77,101 @@ class BudgetRule:
         if not self.evict_prompt:
             return tokens
         return min(tokens, self.keep(tokens, tokens) + self.slack - 1 + chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRule(_Rule):
+    """The data decides how many tokens stay, within bounds; a worker is asked each time that ``slack`` tokens have come.
+
+    With ``evict_prompt`` false the prompt comes on top of the bounds, as it does on top of a budget.
+
+    Attributes:
+        threshold: of the scores; tokens that reach it stay.
+        min_keep: tokens that stay at least.
+        max_keep: tokens that stay at most; None: any number.
+    """
+
+    threshold: float
+    min_keep: int
+    max_keep: int | None
+
+    @property
+    def never(self) -> bool:
+        """Whether requests under this rule keep all their tokens."""
+        return False
+
+    def target(self, logical: int, physical: int, prompt: int) -> int | None:
+        """Return the physical length to compact to whatever the data says; None if the bounds do not ask for that."""
+        if self.max_keep is None:
+            return None
+        keep = self._spared(logical, prompt) + self.max_keep
+        return keep if physical - keep >= self.slack else None
+
+    def gap(self, logical: int, physical: int, prompt: int) -> int:
+        """Return how many tokens a request must at least still grow by before a worker is asked; 0 or less: now."""
+        return self._spared(logical, prompt) + self.min_keep + self.slack - physical
+
+    def room(self, logical: int, physical: int, prompt: int) -> int | None:
+        """Return by how many tokens a request can still grow until the bounds ask for an eviction; None: any number."""
+        if self.max_keep is None:
+            return None
+        return self._spared(logical, prompt) + self.max_keep + self.slack - physical
+
+    def pause(self, logical: int, physical: int, prompt: int) -> int:
+        """Return how many tokens are to come, at least one, until a worker is asked again.
+
+        That is ``slack``, but half of it where the bounds would ask for an eviction by then, which is to know the answer.
+        """
+        room = self.room(logical, physical, prompt)
+        if room is None or room > self.slack:
+            return self.slack
+        return max(min(self.slack // 2, room), 1)
+
+    def answered(self, reached: int, since: int, logical: int, prompt: int) -> int:
+        """Return how many tokens stay, given a worker's answer.
+
+        Args:
+            reached: tokens that stay by their scores, of those that were scored.
+            since: tokens that have come since; too new to be judged.
+            logical: tokens computed by now.
+            prompt: tokens of the prompt.
+        """
+        spared = self._spared(logical, prompt)
+        keep = max(reached + since, spared + self.min_keep)
+        return keep if self.max_keep is None else min(keep, spared + self.max_keep)
+
+    def peak(self, tokens: int, chunk: int) -> int:
+        """Return the most slots a request holds while it is prefilled; see ``BudgetRule.peak``."""
+        if not self.evict_prompt or self.max_keep is None:
+            return tokens
+        return min(tokens, self.max_keep + self.slack - 1 + chunk)
+
+
+Rule = BudgetRule | ThresholdRule
+
+
+def rule_of(settings: Settings) -> Rule:
+    """Return the rule of requests that say nothing, from validated settings."""
+    common = {
+        "sinks": settings.sinks,
+        "window": settings.window,
+        "slack": settings.slack,
+        "evict_prompt": settings.evict_prompt,
+    }
+    if settings.threshold is None:
+        return BudgetRule(**common, budget=settings.budget, ratio=settings.ratio)
+    least = settings.sinks + settings.window if settings.min_keep is None else settings.min_keep
+    return ThresholdRule(**common, threshold=settings.threshold, min_keep=least, max_keep=settings.max_keep)
+
+
+def rule_for(rule: Rule, asked: RequestSettings) -> Rule:
+    """Return the rule of a request that has settings of its own, on a server that has this rule."""
+    slack = rule.slack if asked.slack is None else asked.slack
+    evict_prompt = rule.evict_prompt if asked.evict_prompt is None else asked.evict_prompt
+    if asked.enabled and asked.budget is None and asked.ratio is None:
+        return replace(rule, slack=slack, evict_prompt=evict_prompt)
+    # With neither, as where a request is not to be evicted at all, nothing ever is.
+    budget, ratio = (asked.budget, asked.ratio) if asked.enabled else (None, None)
+    return BudgetRule(
+        sinks=rule.sinks, window=rule.window, slack=slack, evict_prompt=evict_prompt, budget=budget, ratio=ratio
+    )

@@ -25,8 +25,8 @@ class RequestSettings(BaseModel):
     model_config = STRICT
 
     enabled: bool = Field(True, description="If false, this request is never evicted, whatever else it sets.")
-    budget: Budget | None = Field(None, description="In place of the server's `budget` or `ratio`.")
-    ratio: Ratio | None = Field(None, description="In place of the server's `budget` or `ratio`.")
+    budget: Budget | None = Field(None, description="In place of the server's `budget`, `ratio` or `threshold`.")
+    ratio: Ratio | None = Field(None, description="In place of the server's `budget`, `ratio` or `threshold`.")
     slack: Slack | None = Field(None, description="In place of the server's `slack`.")
     evict_prompt: bool | None = Field(None, description="In place of the server's `evict_prompt`.")
 

@@ -157,6 +157,31 @@ class StepPlan:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAsks:
+    """Requests of which the scheduler wants to know how many tokens reach a threshold; travels like a StepPlan.
+
+    Attributes:
+        slots: of R requests, what they hold, as if all of it were kept (``keep`` equals ``physical_len``).
+        numbers: uint64 ``[R]``, the scheduler's numbers of the requests, which come back with the answers.
+        runs: uint32 ``[R]``, how many times each was started again.
+        step: the scheduler's number of the engine step.
+        threshold: scores of at least this count.
+        ring: the shared memory through which rank 0's worker answers.
+    """
+
+    slots: StepPlan
+    numbers: npt.NDArray[np.uint64]
+    runs: npt.NDArray[np.uint32]
+    step: int
+    threshold: float
+    ring: str
+
+    def __len__(self) -> int:
+        """R."""
+        return len(self.slots)
+
+
 @dataclass(frozen=True, slots=True)
 class KeepRecord:
     """What one worker kept in one eviction; the oracle builds its visibility mask from these.

@@ -11,7 +11,7 @@ from nitro.request_settings import RequestSettings
 def rules() -> st.SearchStrategy[BudgetRule]:
     def build(sinks: int, window: int, extra: int, ratio: float | None, slack: int, evict_prompt: bool) -> BudgetRule:
         budget = None if ratio is not None else sinks + window + extra
-        return BudgetRule(budget, ratio, sinks, window, slack, evict_prompt)
+        return BudgetRule(sinks, window, slack, evict_prompt, budget, ratio)
 
     return st.builds(
         build,

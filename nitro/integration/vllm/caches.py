@@ -15,6 +15,7 @@ from nitro.compactor import Compactor
 from nitro.dense_compactor import DenseCompactor
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
@@ -89,7 +90,10 @@ def _compactor(
     if caches[0].device.type == "cuda":
         if usual:
             paged = PagedLayers.of(caches)
-            return KernelCompactor(paged, layers, heads, policy, longest=longest, stable_id=stable_id, **bounds)
+            counts = settings.threshold is not None
+            return KernelCompactor(
+                paged, layers, heads, policy, longest=longest, counts=counts, stable_id=stable_id, **bounds
+            )
         logger.warning(
             "Nitro has no kernels for this cache (dtype %s, head dimension %d, or the layout of the attention backend) "
             "and evicts in PyTorch, which waits for the GPU, one request after the other: expect it to be slow, or try "
@@ -101,8 +105,8 @@ def _compactor(
     return DenseCompactor(backend, layers, heads, policy, stable_id=stable_id, **bounds)
 
 
-def take_over(runner: Any) -> Compactor:
-    """Return the compactor of a model runner whose caches have been allocated.
+def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
+    """Return the compactor of a model runner whose caches have been allocated, and what answers the scheduler, if it does.
 
     Args:
         runner: vLLM's V1 or V2 model runner.
@@ -129,7 +133,7 @@ def take_over(runner: Any) -> Compactor:
         places.append(probe(layer, kv))
     total = runner.model_config.get_total_num_kv_heads()
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    return _compactor(
+    compactor = _compactor(
         caches,
         places,
         layers=[extract_layer_index(name) for name in names],
@@ -137,6 +141,10 @@ def take_over(runner: Any) -> Compactor:
         settings=settings,
         longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
     )
+    # Counts are those of rank 0, or the ranks would have to agree first.
+    if settings.threshold is None or rank:
+        return compactor, None
+    return compactor, Answers(compactor, runner.device, runner.scheduler_config.max_num_seqs)
 
 
 def adopt(runner: Any, stock: type, target: type) -> None:

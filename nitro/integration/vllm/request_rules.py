@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from nitro.integration.vllm.activate import KEY
-from nitro.planner import BudgetRule
+from nitro.planner import Rule, rule_for, rule_of
 from nitro.request_settings import RequestSettings
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ class RequestRules:
 
     def __init__(self, settings: Settings) -> None:
         """Begin with the server's settings."""
-        self.default = BudgetRule.from_settings(settings)
+        self.default = rule_of(settings)
         self._settings = settings
         self._parsed = lru_cache(_REMEMBERED)(self._parse)
         self._warned = False
 
-    def of(self, request: Request) -> BudgetRule:
+    def of(self, request: Request) -> Rule:
         """Return a request's rule. It changes only if the request's sampling parameters do.
 
         vLLM's front-end has refused what is wrong. A request that came past it, in whatever shape, must not end the
@@ -53,6 +53,6 @@ class RequestRules:
                 )
             return self.default
 
-    def _parse(self, asked: str | tuple[tuple[str, Any], ...]) -> BudgetRule:
+    def _parse(self, asked: str | tuple[tuple[str, Any], ...]) -> Rule:
         own = RequestSettings.parse(asked if isinstance(asked, str) else dict(asked), self._settings)
-        return self.default.for_request(own)
+        return rule_for(self.default, own)

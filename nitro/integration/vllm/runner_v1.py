@@ -10,8 +10,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nitro.compactor import Compactor
 from nitro.errors import IntegrityError
+from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.caches import take_over
-from nitro.integration.vllm.scheduler import PLAN
+from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
 from nitro.types import StepPlan
 
@@ -24,13 +25,14 @@ class NitroRunnerMixin(GPUModelRunner):
     """Compacts before a step reads the cache, and shows attention the slots that are held instead of all tokens."""
 
     nitro: Compactor
+    nitro_answers: Answers | None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Allocate the caches, then take them over."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
-        self.nitro = take_over(self)
+        self.nitro, self.nitro_answers = take_over(self)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = scheduler_output.finished_req_ids
@@ -48,6 +50,8 @@ class NitroRunnerMixin(GPUModelRunner):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._nitro_apply(plan)
+        if self.nitro_answers is not None:
+            self.nitro_answers.step(getattr(scheduler_output, ASKS, None))
         result = super()._update_states(scheduler_output)
         for request_id in resumed | new:
             self.nitro.begin_run(request_id, self.requests[request_id].num_tokens)

@@ -13,8 +13,9 @@ import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nitro.compactor import Compactor
+from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.caches import take_over
-from nitro.integration.vllm.scheduler import PLAN
+from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
 from nitro.kernels.shift import shift_to_slots
 from nitro.types import IntArray, StepPlan
@@ -30,13 +31,14 @@ class NitroV2ModelRunner(GPUModelRunner):
     """Compacts before a step reads the cache, and shows attention the slots that are held instead of all tokens."""
 
     nitro: Compactor
+    nitro_answers: Answers | None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Allocate the caches, then take them over."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
-        self.nitro = take_over(self)
+        self.nitro, self.nitro_answers = take_over(self)
         # Evicted tokens of each row of vLLM's request table, here and on the device, and the rows that differ.
         self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
         self._nitro_changed: set[int] = set()
@@ -69,6 +71,8 @@ class NitroV2ModelRunner(GPUModelRunner):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._nitro_apply(plan)
+        if self.nitro_answers is not None:
+            self.nitro_answers.step(getattr(scheduler_output, ASKS, None))
         super().update_requests(scheduler_output)
         if self._nitro_changed:
             rows = np.fromiter(self._nitro_changed, np.int64, len(self._nitro_changed))

@@ -20,10 +20,12 @@ from nitro.due import DueCalendar
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.asks import PATIENCE, Asks
 from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.integration.vllm.request_rules import RequestRules
+from nitro.planner import ThresholdRule
 from nitro.types import Counters, StepPlan
 
 if TYPE_CHECKING:
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nitro.config import Settings
-    from nitro.planner import BudgetRule
+    from nitro.integration.vllm.asks import Answer
+    from nitro.planner import Rule
 
 logger = init_logger("vllm.plugins.nitro")
 PLAN = "nitro_plan"
+ASKS = "nitro_asks"
 
 
 class SchedulerSide:
@@ -47,6 +51,7 @@ class SchedulerSide:
 
         Raises:
             UnsupportedError: the model's KV cache is not one group of full attention.
+            BridgeError: there is a threshold, but no shared memory.
         """
         self.rules = RequestRules(settings)
         self.manager = _only_manager(scheduler)
@@ -63,6 +68,7 @@ class SchedulerSide:
 
         NitroFullAttentionManager.adopt(self.manager, self.collector, peak)
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
+        self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
         self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
         self.counters = Counters()
@@ -95,8 +101,9 @@ class SchedulerSide:
         """
         free = self.pool.get_num_free_blocks()
         step = StepEvictions(self.manager, self.pool, self.collector)
-        due = []
-        for name in dict.fromkeys([*self.calendar.begin_step(), *self.growing]):
+        up = dict.fromkeys([*self.calendar.begin_step(), *self.growing])
+        due = self._answered(requests, step, up)
+        for name in up:
             request = requests.get(name)
             if request is None or request.status != RequestStatus.RUNNING:
                 self.growing.pop(name, None)  # it is noticed again when it is scheduled again
@@ -106,13 +113,38 @@ class SchedulerSide:
             return None
         plan = step.commit()
         for request in due:
-            self._file(request, self._rule(request).slack)  # which is what it may grow by after an eviction
+            self._file_again(request)
         self._releases = self.collector.releases
         self._net_freed += self.pool.get_num_free_blocks() - free
         self._count(len(step), step.tokens)
         return plan
 
-    def _rule(self, request: Request) -> BudgetRule:
+    def _answered(self, requests: Mapping[str, Request], step: StepEvictions, up: dict[str, None]) -> list[Request]:
+        """Add what workers' answers lead to, and return these requests; take all that were answered out of ``up``."""
+        due = []
+        for answer in self.asks.begin_step() if self.asks is not None else ():
+            request = requests.get(answer.request_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            up.pop(answer.request_id, None)
+            rule = self._rule(request)
+            if isinstance(rule, ThresholdRule) and self._use(answer, request, rule, step):
+                due.append(request)
+            else:
+                self._file_again(request)
+        return due
+
+    def _use(self, answer: Answer, request: Request, rule: ThresholdRule, step: StepEvictions) -> bool:
+        """Add the eviction that an answer asks for, if it frees a block; return whether it was added."""
+        name, computed, prompt = request.request_id, request.num_computed_tokens, request.num_prompt_tokens
+        physical = computed - self.collector.evicted(name)
+        keep = rule.answered(answer.keep, physical - answer.physical_len, computed, prompt)
+        size = self.manager.block_size
+        return cdiv(keep, size) < cdiv(physical, size) and step.add(
+            name, computed, physical, keep, rule.protect(computed, prompt)
+        )
+
+    def _rule(self, request: Request) -> Rule:
         """Return the rule that a request is under."""
         return self.rules.of(request)
 
@@ -123,19 +155,53 @@ class SchedulerSide:
         rule = self._rule(request)
         keep = rule.target(computed, physical, prompt)
         if keep is not None and step.add(name, computed, physical, keep, rule.protect(computed, prompt)):
+            if self.asks is not None:
+                self.asks.evicted(name)
             return True
-        self._file(request, None if rule.never else rule.gap(computed, physical, prompt))
+        gap = None if rule.never else rule.gap(computed, physical, prompt)
+        if isinstance(rule, ThresholdRule) and gap is not None and gap <= 0:
+            self._ask(request, rule, computed, physical)
+            room = rule.room(computed, physical, prompt)
+            gap = PATIENCE if room is None else min(PATIENCE, room)  # an answer comes up by itself
+        self._file(request, gap)
         return False
+
+    def _ask(self, request: Request, rule: ThresholdRule, computed: int, physical: int) -> None:
+        """Ask a worker how many tokens a request shall keep, unless that was asked already."""
+        name = request.request_id
+        if self.asks is None or self.asks.waits(name):
+            return
+        blocks = self.manager.req_to_blocks[name][: cdiv(physical, self.manager.block_size)]
+        protect = rule.protect(computed, request.num_prompt_tokens)
+        ids = [block.block_id for block in blocks]
+        self.asks.ask(name, self.collector.epoch(name), computed, physical, protect, ids)
 
     def notice(self, output: SchedulerOutput) -> None:
         """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
         for name in output.finished_req_ids:
             self.calendar.drop(name)
             self.growing.pop(name, None)
+        if self.asks is not None:
+            for name in output.finished_req_ids:
+                self.asks.finished(name)
+            for name in output.preempted_req_ids or ():
+                self.asks.preempted(name)
+            if (asks := self.asks.take()) is not None:
+                setattr(output, ASKS, asks)
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         for name in (*(data.req_id for data in output.scheduled_new_reqs), *resumed):
             self.calendar.drop(name)
             self.growing[name] = None
+
+    def _file_again(self, request: Request) -> None:
+        """File a request that was just evicted, or of which it was just decided that it is not."""
+        rule = self._rule(request)
+        if not isinstance(rule, ThresholdRule):
+            self._file(request, rule.slack)  # which is what it may grow by after an eviction
+            return
+        computed = request.num_computed_tokens
+        physical = computed - self.collector.evicted(request.request_id)
+        self._file(request, rule.pause(computed, physical, request.num_prompt_tokens))
 
     def _file(self, request: Request, gap: int | None) -> None:
         """Decide when to look at a request again: not before it has grown by ``gap`` tokens; None: not at all."""

@@ -1,0 +1,59 @@
+"""A worker's answers to the scheduler: how many of a request's tokens reach the threshold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+
+from nitro.device_counts import AsyncCounts
+from nitro.ipc import MESSAGE, Messages, Producer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nitro.compactor import Compactor
+    from nitro.types import IntArray, StepAsks
+
+logger = init_logger("vllm.plugins.nitro")
+
+
+class Answers:
+    """Counts on the device, copies to the host behind an event, and publishes once the copy is there. Never waits."""
+
+    def __init__(self, compactor: Compactor, device: torch.device, most_requests: int) -> None:
+        """Begin without the shared memory, which the first question names.
+
+        Args:
+            compactor: counts.
+            device: where it counts.
+            most_requests: questions in a step at most.
+        """
+        self._compactor = compactor
+        self._counts: AsyncCounts[StepAsks] = AsyncCounts(most_requests, device)
+        self._producer: Producer | None = None
+
+    def step(self, asks: StepAsks | None) -> None:
+        """Send what the device has counted since the last step, and let it count what is asked now.
+
+        To be called in each step, after its evictions were applied, and before its tokens are written.
+        """
+        arrived = [_messages(asked, counts) for asked, counts in self._counts.finished()]
+        if self._producer is not None:
+            self._producer.publish(np.concatenate(arrived) if arrived else np.empty(0, MESSAGE))
+        if asks is None:
+            return
+        if self._producer is None:
+            self._producer = Producer(asks.ring)
+        if not self._counts.submit(self._compactor.count(asks.slots, asks.threshold), asks):
+            logger.warning_once("the GPU is so far behind that an answer was left out; the scheduler will ask again")
+
+
+def _messages(asked: StepAsks, counts: IntArray) -> Messages:
+    found = np.zeros(len(asked), MESSAGE)
+    slots = asked.slots
+    found["request"], found["run"], found["step"] = asked.numbers, asked.runs, asked.step
+    found["epoch"], found["logical_len"], found["physical_len"] = slots.epoch, slots.logical_len, slots.physical_len
+    found["keep"] = counts
+    return found

@@ -1,0 +1,177 @@
+"""The scheduler's questions to rank 0's worker: how many of a request's tokens reach the threshold.
+
+A question travels with the step whose cache is to be scored, its answer through shared memory, some steps later. Until
+then a request may have been preempted, evicted, or finished: an answer counts only if nothing of that has happened.
+A question whose answer is lost is asked again; nothing ever waits for one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from vllm.logger import init_logger
+
+from nitro.ipc import Consumer, collect_stale, new_engine_id
+from nitro.types import IntArray, StepAsks, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = init_logger("vllm.plugins.nitro")
+PATIENCE = 16  # steps until a question counts as lost; an answer takes two or three
+
+
+class Answer(NamedTuple):
+    """What a worker found of a request.
+
+    Attributes:
+        request_id: the request.
+        physical_len: slots that were scored.
+        keep: how many of them stay by their scores.
+    """
+
+    request_id: str
+    physical_len: int
+    keep: int
+
+
+class _Open(NamedTuple):
+    """A question without an answer."""
+
+    step: int
+    run: int
+    epoch: int
+    logical: int
+    physical: int
+
+
+class _Asked(NamedTuple):
+    """A question that is not on its way yet; see ``Asks.ask``."""
+
+    name: str
+    epoch: int
+    logical: int
+    physical: int
+    protect: int
+    blocks: Sequence[int]
+
+
+class Asks:
+    """Questions of the step that is being scheduled, those without an answer yet, and the answers that came.
+
+    Attributes:
+        stale: answers that came too late to be used.
+        lost: questions that were asked again, since no answer came.
+    """
+
+    def __init__(self, threshold: float, block_size: int, capacity: int = 4096) -> None:
+        """Make the shared memory that answers come through.
+
+        Args:
+            threshold: scores of at least this count.
+            block_size: slots of a block.
+            capacity: answers that may wait to be read; a power of two.
+
+        Raises:
+            BridgeError: shared memory is missing, full or not writable.
+        """
+        collect_stale()
+        self._ring = Consumer(new_engine_id(), 0, capacity)
+        self._linked = True
+        self._threshold, self._block_size = threshold, block_size
+        self._step = 0
+        self._asked = 0  # requests that ever had a question
+        self._numbers: dict[str, tuple[int, int]] = {}  # of each request: its number, and how often it began again
+        self._names: dict[int, str] = {}
+        self._open: dict[str, _Open] = {}
+        self._new: list[_Asked] = []
+        self.stale = self.lost = 0
+
+    def begin_step(self) -> list[Answer]:
+        """Begin the next step, and return the answers that have come, the newest of each request."""
+        self._step += 1
+        if self._linked and self._ring.producer_alive:
+            # The worker has opened it: without a name, nothing is left behind however this process ends.
+            self._ring.unlink()
+            self._linked = False
+        return [answer for message in self._ring.poll() if (answer := self._match(*message.item())) is not None]
+
+    def _match(
+        self, number: int, _: int, run: int, epoch: int, logical: int, physical: int, keep: int, __: int
+    ) -> Answer | None:
+        name = self._names.get(number)
+        asked = None if name is None else self._open.get(name)
+        if name is None or asked is None or (run, epoch, logical, physical) != asked[1:]:
+            self.stale += 1
+            return None
+        del self._open[name]
+        return Answer(name, physical, keep)
+
+    def waits(self, name: str) -> bool:
+        """Return whether a request has a question that may still be answered."""
+        asked = self._open.get(name)
+        if asked is None:
+            return False
+        if self._step - asked.step < PATIENCE:
+            return True
+        del self._open[name]
+        self.lost += 1
+        return False
+
+    def ask(self, name: str, epoch: int, logical: int, physical: int, protect: int, blocks: Sequence[int]) -> None:
+        """Ask of a request in this step.
+
+        Args:
+            name: the request.
+            epoch: evictions that it has had in this run.
+            logical: tokens computed.
+            physical: slots held.
+            protect: the first slots, which always stay.
+            blocks: the blocks of these slots, one after the other.
+        """
+        if name not in self._numbers:
+            self._asked += 1
+            self._numbers[name] = self._asked, 0
+            self._names[self._asked] = name
+        self._open[name] = _Open(self._step, self._numbers[name][1], epoch, logical, physical)
+        self._new.append(_Asked(name, epoch, logical, physical, protect, blocks))
+
+    def evicted(self, name: str) -> None:
+        """Note that a request is evicted in this step: what was asked before does not hold any longer."""
+        self._open.pop(name, None)
+
+    def finished(self, name: str) -> None:
+        """Forget a request."""
+        self._open.pop(name, None)
+        if (number := self._numbers.pop(name, None)) is not None:
+            del self._names[number[0]]
+
+    def preempted(self, name: str) -> None:
+        """Note that a request will begin again."""
+        self._open.pop(name, None)
+        if (number := self._numbers.get(name)) is not None:
+            self._numbers[name] = number[0], number[1] + 1
+
+    def take(self) -> StepAsks | None:
+        """Return the questions since the last call, without those of requests that have been preempted since."""
+        asked = [column for column in self._new if column.name in self._open]
+        self._new.clear()
+        if not asked:
+            return None
+        names = tuple(column.name for column in asked)
+        numbers = [self._numbers[name] for name in names]
+        counts = np.array([(c.epoch, c.logical, c.physical, c.physical, c.protect) for c in asked], np.int32).T
+        blocks = np.fromiter(chain.from_iterable(column.blocks for column in asked), np.int32)
+        return StepAsks(
+            slots=StepPlan(names, np.ascontiguousarray(counts), blocks, _NOTHING_MOVED, self._block_size),
+            numbers=np.array([number for number, _ in numbers], np.uint64),
+            runs=np.array([run for _, run in numbers], np.uint32),
+            step=self._step,
+            threshold=self._threshold,
+            ring=self._ring.name,
+        )
+
+
+_NOTHING_MOVED: IntArray = np.empty((2, 0), np.int32)
