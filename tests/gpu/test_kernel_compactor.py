@@ -28,6 +28,28 @@ def test_the_best_stay(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
+def test_counts(policy: str) -> None:
+    cases.check_counts(policy, device="cuda")
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+def test_counting_does_not_wait_for_the_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = cases.World("kernel", policy, device="cuda")
+    world.grow("x", 50)
+    world.grow("y", 30)
+    world.evict({"x": 30, "y": 20})
+    world.grow("x", 2)
+    count = KernelCompactor._count
+
+    def without_waiting(self: KernelCompactor, *args: Any) -> Any:
+        with paged_cases.no_synchronisation():
+            return count(self, *args)
+
+    monkeypatch.setattr(KernelCompactor, "_count", without_waiting)
+    assert len(world.count(["x", "y"], 0.5)) == 2
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
 @pytest.mark.parametrize("grown", [2, 20], ids=["window-moved", "window-in-place"])
 def test_an_eviction_does_not_wait_for_the_device(policy: str, grown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = cases.World("kernel", policy, device="cuda")

@@ -73,7 +73,7 @@ class World:
         if kind == "kernel":
             layers = PagedLayers.of(self.caches)
             self.compactor = KernelCompactor(
-                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=LONGEST, **options
+                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=LONGEST, counts=True, **options
             )
         else:
             dense = [Caches(cache) for cache in self.caches]
@@ -153,6 +153,40 @@ class World:
         self.check()
         return results
 
+    def count(self, names: list[str], threshold: float, protect: int = SINKS) -> list[int]:
+        """Return how many tokens of each request reach a threshold; neither caches nor requests may change by it."""
+        found = [self.sequences[name] for name in names]
+        numbers = [(s.epoch, s.logical, s.physical, s.physical, min(protect, s.physical)) for s in found]
+        blocks = [block for s in found for block in s.blocks[: -(-s.physical // BLOCK)]]
+        slots = StepPlan(
+            tuple(names),
+            np.ascontiguousarray(np.array(numbers, np.int32).T),
+            np.array(blocks, np.int32),
+            np.empty((2, 0), np.int32),
+            BLOCK,
+        )
+        before = [cache.clone() for cache in self.caches]
+        counts = self.compactor.count(slots, threshold)
+        assert counts.dtype == torch.int32
+        assert all(torch.equal(a, b) for a, b in zip(before, self.caches, strict=True))
+        return counts.tolist()
+
+    def scores(self, name: str) -> torch.Tensor:
+        """Return the scores ``[L, H, length]`` of a request's tokens by the policy's formula in PyTorch."""
+        sequence = self.sequences[name]
+        assert sequence.epoch == 0
+        assert isinstance(self.compactor, DenseCompactor)
+        rows = [cache.gather(torch.tensor(sequence.blocks), sequence.physical) for cache in self.compactor.caches]
+        x = self.compactor._input(
+            torch.stack([k for k, _ in rows]),
+            torch.stack([v for _, v in rows]),
+            torch.arange(sequence.physical, dtype=torch.int32).expand(LAYERS, HEADS, -1),
+            slice(None),
+            request_key(name),
+            sequence.logical,
+        )
+        return self.compactor.policy.score(x)
+
     def check(self) -> None:
         """Every token that a request holds is in exactly one of its slots, with its own K and V."""
         for name, sequence in self.sequences.items():
@@ -196,22 +230,42 @@ def check_choice(policy: str, *, device: str = "cpu") -> None:
     kept = world.evict({"x": 30})[0]
     dense = World("dense", policy)
     dense.grow("x", 60)
-    caches = [Caches(cache) for cache in dense.caches]
-    table = torch.tensor(dense.sequences["x"].blocks)
-    rows = [cache.gather(table, 60) for cache in caches]
-    assert isinstance(dense.compactor, DenseCompactor)
-    x = dense.compactor._input(
-        torch.stack([k for k, _ in rows]),
-        torch.stack([v for _, v in rows]),
-        torch.arange(60, dtype=torch.int32).expand(LAYERS, HEADS, 60),
-        slice(None),
-        request_key("x"),
-        60,
-    )
-    scores = policies.get(policy).score(x)
+    scores = dense.scores("x")
     for layer in range(LAYERS):
         for head in range(HEADS):
             free = set(range(SINKS, 60 - WINDOW))
             stays = sorted(free & set(kept[layer][head]))
             goes = sorted(free - set(stays))
             assert scores[layer, head, stays].min() >= scores[layer, head, goes].max() - 1e-5
+
+
+def check_counts(policy: str, *, device: str = "cpu") -> None:
+    """As many tokens are counted as have a score that reaches the threshold, before and after evictions."""
+    lengths = {"x": 60, "y": 33, "z": 9}
+    world, dense = World("kernel", policy, device=device), World("dense", policy)
+    for each in (world, dense):
+        for name, length in lengths.items():
+            each.grow(name, length)
+    thresholds = [float(x) for x in dense.scores("x").quantile(torch.tensor([0.2, 0.5, 0.9]))]
+    counts = set()
+    for threshold in (-torch.inf, *thresholds, torch.inf):
+        want = []
+        for name, length in lengths.items():
+            slot = torch.arange(length)
+            forced = (slot < SINKS) | (slot >= length - WINDOW)
+            reached = int(((dense.scores(name) >= threshold) | forced).sum())
+            want.append(-(-reached // (LAYERS * HEADS)))
+        assert dense.count(list(lengths), threshold) == want
+        assert world.count(list(lengths), threshold) == want
+        counts.add(want[0])
+    assert len(counts) >= 4, "the thresholds tell tokens apart"
+    assert world.count(["y"], torch.inf) == [SINKS + WINDOW]
+    if policy not in EXACT:
+        return
+    for each in (world, dense):
+        each.evict({"x": 30, "y": 20})
+    for grown in (2, WINDOW + 3):  # the window is somewhere among the other slots first, then in its place
+        for each in (world, dense):
+            each.grow("x", grown)
+        for threshold in thresholds:
+            assert world.count(["y", "x"], threshold) == dense.count(["y", "x"], threshold)

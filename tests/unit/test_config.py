@@ -95,15 +95,48 @@ def test_budget_below_sinks_and_window() -> None:
     )
 
 
-@pytest.mark.parametrize("empty", [{}, {"budget": None}, {"budget": None, "ratio": None}])
-def test_neither_budget_nor_ratio(empty: dict[str, None]) -> None:
-    assert "neither budget nor ratio is set" in problems_of(empty)
+@pytest.mark.parametrize("empty", [{}, {"budget": None}, {"budget": None, "ratio": None}, {"threshold": None}])
+def test_nothing_says_how_many_tokens_stay(empty: dict[str, None]) -> None:
+    assert "none of budget, ratio and threshold is set" in problems_of(empty)
 
 
-def test_both_budget_and_ratio() -> None:
-    message = problems_of({"budget": 512, "ratio": 0.5})
-    assert "budget=512 and ratio=0.5 are both set" in message
-    assert "remove one" in message
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"budget": 512, "ratio": 0.5}, "budget=512 and ratio=0.5 are both set"),
+        ({"budget": 512, "threshold": 0.5}, "budget=512 and threshold=0.5 are both set"),
+        ({"budget": 512, "ratio": 0.5, "threshold": -1.0}, "budget=512 and ratio=0.5 and threshold=-1.0 are all set"),
+    ],
+)
+def test_several_say_how_many_tokens_stay(counts: dict[str, float], said: str) -> None:
+    message = problems_of(counts)
+    assert said in message
+    assert "remove the others" in message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"min_keep": 20}, "min_keep=20 is below sinks + window = 36: raise min_keep to at least 36"),
+        ({"max_keep": 20}, "max_keep=20 is below sinks + window = 36"),
+        ({"min_keep": 200, "max_keep": 100}, "max_keep=100 is below min_keep=200: raise max_keep, or lower min_keep"),
+        ({"threshold": math.nan}, "threshold=NaN is not finite"),
+    ],
+)
+def test_bounds_of_a_threshold(wrong: dict[str, float], said: str) -> None:
+    message = problems_of({"threshold": 0.5, **wrong})
+    assert said in message
+    assert "\n" not in message, "one mistake must be one problem"
+
+
+def test_bounds_without_a_threshold() -> None:
+    message = problems_of({"budget": 512, "min_keep": 64})
+    assert "min_keep=64 is set without a threshold, whose bound it is: remove it" in message
+
+
+def test_a_threshold_with_bounds() -> None:
+    obj = {"threshold": 0.5, "min_keep": 36, "max_keep": 36, "policy": "gravity"}
+    assert obj.items() <= Settings.parse(obj).to_dict().items()
 
 
 @pytest.mark.parametrize(

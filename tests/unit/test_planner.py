@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nitro.planner import BudgetRule
+from nitro.planner import BudgetRule, Rule, ThresholdRule, rule_for
 from nitro.request_settings import RequestSettings
 
 
@@ -22,6 +22,75 @@ def rules() -> st.SearchStrategy[BudgetRule]:
         st.integers(1, 128),
         st.booleans(),
     )
+
+
+def threshold_rules() -> st.SearchStrategy[ThresholdRule]:
+    def build(sinks: int, window: int, least: int, more: int | None, slack: int, evict_prompt: bool) -> ThresholdRule:
+        low = sinks + window + least
+        return ThresholdRule(sinks, window, slack, evict_prompt, 0.5, low, None if more is None else low + more)
+
+    return st.builds(
+        build,
+        st.integers(0, 8),
+        st.integers(1, 64),
+        st.integers(0, 64),
+        st.none() | st.integers(0, 512),
+        st.integers(1, 128),
+        st.booleans(),
+    )
+
+
+@given(threshold_rules(), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 256), st.data())
+def test_the_data_decides_within_bounds(
+    rule: ThresholdRule, prompt: int, outputs: int, chunk: int, data: st.DataObject
+) -> None:
+    """Played as a scheduler does it: answers come some steps late, or not at all; then the bounds alone hold."""
+    draw = data.draw(st.randoms(use_true_random=False))
+    logical = physical = prompt_peak = 0
+    asked: tuple[int, int] | None = None  # when the answer comes, and the slots that it is about
+    next_ask, step = 0, 0
+    while logical < prompt + outputs:
+        spared = 0 if rule.evict_prompt else min(prompt, logical)
+        most = None if rule.max_keep is None else spared + rule.max_keep
+        keep = rule.target(logical, physical, prompt) if physical else None
+        if keep is not None:
+            assert keep == most
+            asked = None
+        elif asked is not None and step >= asked[0]:
+            reached, since = draw.randint(0, asked[1]), physical - asked[1]
+            keep, asked = rule.answered(reached, since, logical, prompt), None
+            assert keep >= spared + rule.min_keep
+            assert most is None or keep <= most
+            assert keep >= min(reached + since, most or keep)
+            keep = keep if keep < physical else None
+            next_ask = step + rule.pause(logical, physical if keep is None else keep, prompt)
+        elif asked is None and step >= next_ask and physical and rule.gap(logical, physical, prompt) <= 0:
+            asked = (step + draw.choice([2, 3, 10**6]), physical)
+        if keep is not None:
+            assert rule.protect(logical, prompt) + rule.window <= keep < physical
+            physical = keep
+        grown = min(chunk, prompt - logical) if logical < prompt else 1
+        logical, physical, step = logical + grown, physical + grown, step + 1
+        if logical <= prompt:
+            prompt_peak = max(prompt_peak, physical)
+        if most is not None and logical > prompt:
+            assert physical <= spared + rule.max_keep + rule.slack + chunk
+    assert prompt_peak <= rule.peak(prompt, chunk)
+
+
+@given(threshold_rules(), st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 600))
+def test_a_worker_is_asked_before_the_bounds_decide(
+    rule: ThresholdRule, physical: int, evicted: int, prompt: int
+) -> None:
+    logical = physical + evicted
+    room, pause = rule.room(logical, physical, prompt), rule.pause(logical, physical, prompt)
+    assert 1 <= pause <= rule.slack
+    assert (room is None) == (rule.max_keep is None)
+    if room is not None and rule.slack > 1 and room >= rule.slack:
+        assert pause < room
+    if room is not None and room > 0:
+        assert rule.target(logical, physical, prompt) is None
+        assert rule.target(logical + room, physical + room, prompt) is not None or not rule.evict_prompt
 
 
 @given(rules(), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 256))
@@ -51,17 +120,18 @@ def test_a_request_never_holds_more_than_it_may(rule: BudgetRule, prompt: int, o
     ids=["small", "below", "due", "prompt"],
 )
 def test_budget(physical: int, expected: int | None) -> None:
-    rule = BudgetRule(512, None, 4, 32, 64, evict_prompt=True)
+    rule = BudgetRule(4, 32, 64, evict_prompt=True, budget=512, ratio=None)
     assert rule.target(5000, physical, 4000) == expected
     assert rule.protect(5000, 4000) == 4
 
 
-@given(rules(), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 2000), st.booleans())
+@given(rules() | threshold_rules(), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 2000), st.booleans())
 def test_a_request_that_switches_eviction_off_is_never_due(
-    rule: BudgetRule, logical: int, prompt: int, evicted: int, evict_prompt: bool
+    rule: Rule, logical: int, prompt: int, evicted: int, evict_prompt: bool
 ) -> None:
     asked = RequestSettings(enabled=False, budget=64, evict_prompt=evict_prompt)
-    off = rule.for_request(asked)
+    off = rule_for(rule, asked)
+    assert isinstance(off, BudgetRule)
     assert off.never
     assert not rule.never
     assert off.target(logical, logical, prompt) is None
@@ -70,7 +140,7 @@ def test_a_request_that_switches_eviction_off_is_never_due(
 
 
 def test_ratio_rounds_up_and_keeps_sinks_and_window() -> None:
-    rule = BudgetRule(None, 0.25, 4, 32, 16, evict_prompt=True)
+    rule = BudgetRule(4, 32, 16, evict_prompt=True, budget=None, ratio=0.25)
     assert rule.keep(1001, 1001) == 251
     assert rule.keep(20, 20) == 36
     assert rule.target(1001, 267, 1001) == 251
@@ -78,7 +148,7 @@ def test_ratio_rounds_up_and_keeps_sinks_and_window() -> None:
 
 
 def test_prompt_is_spared_on_top_of_the_budget() -> None:
-    rule = BudgetRule(64, None, 4, 32, 16, evict_prompt=False)
+    rule = BudgetRule(4, 32, 16, evict_prompt=False, budget=64, ratio=None)
     assert rule.target(3000, 3000, 3000) is None
     assert rule.target(3079, 3079, 3000) is None
     assert rule.target(3080, 3080, 3000) == 3064

@@ -14,7 +14,7 @@ from nitro._settings_docs import settings_markdown
 from nitro._settings_text import REQUEST_RULES
 from nitro.config import Settings
 from nitro.errors import SettingsError
-from nitro.planner import BudgetRule
+from nitro.planner import BudgetRule, Rule, rule_for, rule_of
 from nitro.request_settings import SERVER_ONLY, RequestSettings
 
 SERVER = Settings.parse({"policy": "streaming", "budget": 72, "sinks": 4, "window": 16, "slack": 24})
@@ -27,8 +27,8 @@ def problems_of(obj: object, server: Settings = SERVER) -> str:
     return str(caught.value)
 
 
-def rule_of(obj: object, server: Settings = SERVER) -> BudgetRule:
-    return BudgetRule.from_settings(server).for_request(RequestSettings.parse(obj, server))
+def asked_rule(obj: object, server: Settings = SERVER) -> Rule:
+    return rule_for(rule_of(server), RequestSettings.parse(obj, server))
 
 
 kept = st.one_of(
@@ -52,8 +52,8 @@ def test_what_is_asked_for_replaces_what_the_server_has_and_the_rest_stays(
     kept: dict[str, Any], others: dict[str, Any], server: Settings
 ) -> None:
     asked = {**kept, **others}
-    rule, default = rule_of(asked, server), BudgetRule.from_settings(server)
-    assert rule == rule_of(json.dumps(asked), server), "a string is the same as the object"
+    rule, default = asked_rule(asked, server), rule_of(server)
+    assert rule == asked_rule(json.dumps(asked), server), "a string is the same as the object"
     said = {name: value for name, value in asked.items() if value is not None}
     assert rule.never is (said.get("enabled") is False)
     assert (rule.sinks, rule.window) == (server.sinks, server.window)
@@ -94,7 +94,7 @@ def test_the_least_budget_is_the_servers_sinks_and_window(over: int, sinks: int,
     least = sinks + window
     budget = max(1, least + over)
     if budget >= least:
-        assert rule_of({"budget": budget}, server).budget == budget
+        assert asked_rule({"budget": budget}, server).budget == budget
     else:
         assert problems_of({"budget": budget}, server) == (
             f"nitro settings of a request: budget={budget} is below sinks + window = {least}: "
@@ -128,8 +128,8 @@ def test_wrong_value(key: str, value: object, said: str) -> None:
 
 def test_a_request_may_not_have_both_even_where_the_server_has_one() -> None:
     assert "budget=64 and ratio=0.5 are both set" in problems_of({"budget": 64, "ratio": 0.5})
-    assert rule_of({"ratio": 0.5}).budget is None
-    assert rule_of({"budget": 64}, BY_RATIO).ratio is None
+    assert asked_rule({"ratio": 0.5}).budget is None
+    assert asked_rule({"budget": 64}, BY_RATIO).ratio is None
 
 
 def test_unknown_keys_name_the_nearest() -> None:

@@ -62,6 +62,7 @@ class Asks:
     """Questions of the step that is being scheduled, those without an answer yet, and the answers that came.
 
     Attributes:
+        answered: answers that came in time.
         stale: answers that came too late to be used.
         lost: questions that were asked again, since no answer came.
     """
@@ -87,7 +88,7 @@ class Asks:
         self._names: dict[int, str] = {}
         self._open: dict[str, _Open] = {}
         self._new: list[_Asked] = []
-        self.stale = self.lost = 0
+        self.answered = self.stale = self.lost = 0
 
     def begin_step(self) -> list[Answer]:
         """Begin the next step, and return the answers that have come, the newest of each request."""
@@ -107,6 +108,7 @@ class Asks:
             self.stale += 1
             return None
         del self._open[name]
+        self.answered += 1
         return Answer(name, physical, keep)
 
     def waits(self, name: str) -> bool:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_bridge import FaultyProducer
 
 from nitro.testing import matrix
 from nitro.testing.models import load_model
@@ -86,6 +88,57 @@ def test_settings(tiny: Callable[[str], Path], changes: dict[str, Any]) -> None:
     with matrix.engine(path, scenario, "in-process") as llm:
         outcome = matrix.run_cell(llm, load_model(path), scenario, "keydiff")
     assert not outcome.faults(scenario)
+
+
+THRESHOLDS = {"gravity": 0.9, "random": 0.5}
+"""What some, but not all tokens of the tiny models reach."""
+
+
+def by_threshold(name: str, policy: str) -> matrix.Scenario:
+    """Return a scenario in which the data decides how many tokens stay."""
+    bounds = {"threshold": THRESHOLDS[policy], "min_keep": 40, "max_keep": 150}
+    return matrix.variant(matrix.SCENARIOS[name], budget=None, slack=12, policy=policy, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "faulty"),
+    [
+        ("plain", "random", False),
+        ("prefix", "gravity", True),
+        ("chunked", "random", True),
+        ("tight", "gravity", False),
+        ("all", "random", True),
+        ("all", "gravity", True),
+        ("mixed", "gravity", True),
+    ],
+)
+def test_threshold(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, policy: str, faulty: bool
+) -> None:
+    """A bridge that is late, loses messages, or brings them twice, costs memory for a while and nothing else."""
+    from nitro.integration.vllm import answers
+
+    path, scenario = tiny("llama-gqa"), by_threshold(name, policy)
+    if faulty:
+        monkeypatch.setattr(answers, "Producer", FaultyProducer)
+        monkeypatch.setattr(FaultyProducer, "random", random.Random(1))
+    with matrix.engine(path, scenario, "in-process") as llm:
+        outcome = matrix.run_cell(llm, load_model(path), scenario, policy)
+        asks = llm.llm_engine.engine_core.engine_core.scheduler.nitro.asks
+        assert asks.answered > (3 if faulty else 10)
+        assert not faulty or (FaultyProducer.lost and FaultyProducer.late and asks.stale)
+    assert not outcome.faults(scenario)
+    kept = {kept for evictions in outcome.kept for _, kept in evictions}
+    assert len(kept) > 4, "the data decides"
+
+
+@pytest.mark.parametrize("mode", ["multi-process", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_threshold_across_processes(tiny: Callable[[str], Path], mode: matrix.Mode) -> None:
+    path, scenario = tiny("qwen2-gqa"), by_threshold("all", "gravity")
+    with matrix.engine(path, scenario, mode) as llm:
+        outcome = matrix.run_cell(llm, load_model(path), scenario, "gravity")
+    assert not outcome.faults(scenario)
+    assert len({kept for evictions in outcome.kept for _, kept in evictions}) > 4
 
 
 def test_stock_engine_after_a_nitro_engine_in_the_same_process(tiny: Callable[[str], Path]) -> None:

@@ -35,6 +35,24 @@ def test_the_best_stay(policy: str) -> None:
     cases.check_choice(policy)
 
 
+@pytest.mark.parametrize("policy", cases.POLICIES)
+def test_counts(policy: str) -> None:
+    cases.check_counts(policy)
+
+
+def test_counts_of_layers_and_requests_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "LAYERS", 5)
+    counts = []
+    for limit in (2**28, 3 * 16 * cases.HEADS * 40, 1):
+        monkeypatch.setattr(kernel_compactor, "SCRATCH_BYTES", limit)
+        world = cases.World("kernel", "random")
+        for name, length in (("x", 40), ("y", 33), ("z", 50)):
+            world.grow(name, length)
+        counts.append(world.count(["x", "y", "z"], 0.5))
+    assert counts[0] == counts[1] == counts[2]
+    assert len(set(counts[0])) > 1
+
+
 def test_the_window_is_exact_when_evictions_follow_each_other_closely() -> None:
     """After a fill the newest tokens lie anywhere; fewer than a window of new ones are behind them."""
     world = cases.World("kernel", "gravity")
