@@ -90,6 +90,10 @@ class Asks:
         self._new: list[_Asked] = []
         self.answered = self.stale = self.lost = 0
 
+    def close(self) -> None:
+        """Give up the shared memory."""
+        self._ring.close()
+
     def begin_step(self) -> list[Answer]:
         """Begin the next step, and return the answers that have come, the newest of each request."""
         self._step += 1
