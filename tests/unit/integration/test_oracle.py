@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nitro.testing import matrix
+from nitro.testing import matrix, storm
 from nitro.testing.models import load_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -86,6 +86,16 @@ def test_settings(tiny: Callable[[str], Path], changes: dict[str, Any]) -> None:
     with matrix.engine(path, scenario, "in-process") as llm:
         outcome = matrix.run_cell(llm, load_model(path), scenario, "keydiff")
     assert not outcome.faults(scenario)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "random"])
+def test_clients_hang_up_in_the_step_of_a_plan(tiny: Callable[[str], Path], policy: str) -> None:
+    path = tiny("llama-gqa")
+    with matrix.engine(path, storm.SCENARIO, "in-process") as llm:
+        outcome = storm.run_storm(llm, load_model(path), storm.Load(), policy=policy)
+    assert not outcome.faults()
+    assert not [m for m in outcome.report.mismatches if m.gap >= matrix.TIE]
+    assert outcome.report.max_logprob_error < matrix.LOGPROB_ERROR
 
 
 def test_stock_engine_after_a_nitro_engine_in_the_same_process(tiny: Callable[[str], Path]) -> None:
