@@ -86,7 +86,7 @@ class Suite:
     max_batched: int = 8192
 
 
-_ESSAY = {"policy": "keydiff", "budget": 330, "slack": 64}
+_ESSAY = {"policy": "keydiff", "budget": 256, "slack": 64}
 _TIGHT = 91_750  # what an L4 has for this model
 SUITES = {
     "essay": Suite(

@@ -16,6 +16,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,10 @@ def make_runner(kind: str, names: list[str]) -> Any:
     rows = {name: row for row, name in enumerate(names)}
     if kind == "V1":
         runner: Any = object.__new__(type("Runner", (NitroRunnerMixin,), {}))
-        table = BlockTable(BLOCK, REQUESTS, 256, 8192, False, torch.device("cpu"), 1)
+        older = {"kernel_block_size": BLOCK} if "kernel_block_size" in signature(BlockTable).parameters else {}
+        table = BlockTable(
+            BLOCK, REQUESTS, 256, 8192, False, torch.device("cpu"), cp_kv_cache_interleave_size=1, **older
+        )
         runner.input_batch = SimpleNamespace(req_id_to_index=rows, block_table=[table])
         runner.requests = {name: SimpleNamespace(block_ids=([],)) for name in names}
     else:

@@ -309,3 +309,13 @@ def summary(outcome: Outcome) -> dict[str, int | float]:
 def variant(scenario: Scenario, **changes: Any) -> Scenario:
     """Return a scenario with some of Nitro's settings changed."""
     return replace(scenario, settings={**(scenario.settings or _SETTINGS), **changes})
+
+
+THRESHOLDS = {"gravity": 0.9, "random": 0.5}
+"""What some, but not all tokens of the tiny models reach."""
+
+
+def by_threshold(scenario: Scenario, policy: str) -> Scenario:
+    """Return a scenario in which the data decides how many tokens stay."""
+    bounds = {"threshold": THRESHOLDS[policy], "min_keep": 40, "max_keep": 150}
+    return variant(scenario, budget=None, slack=12, policy=policy, **bounds)

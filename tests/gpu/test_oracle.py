@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Any
 import paged_cases
 import pytest
 import torch
+from faulty_bridge import FaultyProducer
 
-from nitro.testing import matrix, models
+from nitro.testing import matrix, models, storm
 from nitro.testing.report import Report
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
@@ -35,8 +37,8 @@ BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 FP32_NOISE = 0.2
 # In bf16, without evictions: see test_noise_floor. What evictions may reach, and what a wrong keep set exceeds by far:
 # four of five tokens differ between full attention and an evicted cache.
-BF16_MISMATCHES = 0.20
-BF16_MEAN_LOGPROB_ERROR = 0.30
+BF16_MISMATCHES = 0.12
+BF16_MEAN_LOGPROB_ERROR = 0.12
 BF16_SCENARIOS = ("prefix", "chunked", "tight", "all")
 BF16_POLICIES = ("streaming", "keydiff", "gravity", "random")
 
@@ -61,7 +63,8 @@ def tiny(
     reference = models.load_model(path, rounded_to=dtype, device="cuda")
     with matrix.engine(path, scenario, "in-process", runner=runner, **options) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        assert llm.llm_engine.vllm_config.use_v2_model_runner == (runner == "V2")
+        (kind,) = llm.collective_rpc(lambda worker: type(worker.model_runner).__name__)
+        assert kind == {"V1": "NitroGPUModelRunner", "V2": "NitroV2ModelRunner"}[runner]
         yield llm, reference
 
 
@@ -125,6 +128,62 @@ def test_noise_floor(tmp_path: Path, runner: Any, dtype: str, backend: str) -> N
         assert not _excess(report)
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_clients_hang_up_in_the_step_of_a_plan(tmp_path: Path, graphs: str, runner: Any) -> None:
+    """That step is still in flight then; or it brings a request's last token."""
+    load = storm.Load(requests=120)
+    options = {"attention_backend": "TRITON_ATTN", **GRAPHS[graphs]}
+    with tiny(tmp_path, storm.SCENARIO, torch.float32, runner, **options) as (llm, reference):
+        for policy in ("keydiff", "random"):
+            outcome = storm.run_storm(llm, reference, load, policy=policy)
+            print(f"CELL storm {runner} {graphs} {policy}: {outcome.report}; {outcome.moments}")
+            assert not outcome.faults()
+            assert not [m for m in outcome.report.mismatches if m.gap >= FP32_NOISE]
+            assert outcome.report.max_logprob_error < FP32_NOISE
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize(("name", "policy"), [("prefix", "random"), ("tight", "gravity"), ("all", "gravity"), ("all", "random")])
+def test_threshold(
+    tmp_path: Path, name: str, policy: str, graphs: str, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data decides how many tokens stay, over a bridge that is late and loses messages, under graphs."""
+    from nitro.integration.vllm import answers
+
+    monkeypatch.setattr(answers, "Producer", FaultyProducer)
+    monkeypatch.setattr(FaultyProducer, "random", random.Random(1))
+    scenario = matrix.by_threshold(matrix.SCENARIOS[name], policy)
+    options = {"attention_backend": "TRITON_ATTN", **GRAPHS[graphs]}
+    with tiny(tmp_path, scenario, torch.float32, runner, **options) as (llm, reference):
+        outcome = matrix.run_cell(llm, reference, scenario, policy)
+        asks = llm.llm_engine.engine_core.engine_core.scheduler.nitro.asks
+        print(
+            f"CELL threshold fp32 {runner} {name} {graphs} {policy}: {outcome.report}; {outcome.preemptions} preemptions; "
+            f"{asks.answered} answered, {asks.stale} stale, {asks.lost} lost"
+        )
+        assert asks.answered > 3
+    assert not outcome.faults(scenario, tie=FP32_NOISE, logprob_error=FP32_NOISE)
+    assert len({kept for evictions in outcome.kept for _, kept in evictions}) > 4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="tensor parallelism of 2 needs two CUDA devices")
+@pytest.mark.parametrize("graphs", ["eager", "full"])
+@pytest.mark.parametrize("name", ["tight", "all"])
+def test_tensor_parallel(tmp_path: Path, name: str, graphs: str, runner: Any) -> None:
+    """Each rank keeps its own heads' tokens."""
+    scenario, faults = matrix.SCENARIOS[name], {}
+    path = models.make_tiny_model(tmp_path / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=1024)
+    reference = models.load_model(path, rounded_to=torch.float32, device="cuda")
+    options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, **GRAPHS[graphs]}
+    with matrix.engine(path, scenario, "tp2", runner=runner, **options) as llm:
+        for policy in matrix.POLICIES:
+            outcome = matrix.run_cell(llm, reference, scenario, policy)
+            print(f"CELL fp32 TP2 {runner} {name} {graphs} {policy}: {outcome.report}")
+            if found := outcome.faults(scenario, tie=FP32_NOISE, logprob_error=FP32_NOISE):
+                faults[policy] = found
+    assert not faults
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_real_weights(runner: Any, backend: str) -> None:
     """A real model on real text, with evictions and without: both are at the noise of bf16."""
@@ -169,13 +228,16 @@ def test_real_weights(runner: Any, backend: str) -> None:
 
 # All that Nitro does in a step, with what of vLLM's runs in between; never the parts that are vLLM's alone.
 GUARDED = {
-    "V1": ("runner_v1", "NitroRunnerMixin", ("_nitro_apply", "_nitro_shift")),
+    "V1": ("runner_v1", "NitroRunnerMixin", ("_nitro_apply", "_nitro_answer", "_nitro_shift")),
     "V2": ("runner_v2", "NitroV2ModelRunner", ("add_requests", "update_requests", "prepare_attn")),
 }
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "gravity", "random"])
-def test_never_waits_for_the_device(tmp_path: Path, runner: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_data", [False, True], ids=["budget", "threshold"])
+@pytest.mark.parametrize("policy", ["gravity", "random"])
+def test_never_waits_for_the_device(
+    tmp_path: Path, runner: Any, policy: str, by_data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm import SamplingParams
 
     module, owner, methods = GUARDED[runner]
@@ -191,6 +253,8 @@ def test_never_waits_for_the_device(tmp_path: Path, runner: Any, policy: str, mo
 
     cls = getattr(importlib.import_module(f"nitro.integration.vllm.{module}"), owner)
     scenario = matrix.variant(matrix.SCENARIOS["all"], policy=policy)
+    if by_data:
+        scenario = matrix.by_threshold(scenario, policy)
     with tiny(tmp_path, scenario, torch.bfloat16, runner, **GRAPHS["eager"]) as (llm, _):
         for name in methods:
             monkeypatch.setattr(cls, name, guard(getattr(cls, name), name))

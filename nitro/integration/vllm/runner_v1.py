@@ -14,7 +14,7 @@ from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.caches import take_over
 from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
-from nitro.types import StepPlan
+from nitro.types import StepAsks, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,12 +50,15 @@ class NitroRunnerMixin(GPUModelRunner):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._nitro_apply(plan)
-        if self.nitro_answers is not None:
-            self.nitro_answers.step(getattr(scheduler_output, ASKS, None))
+        self._nitro_answer(getattr(scheduler_output, ASKS, None))
         result = super()._update_states(scheduler_output)
         for request_id in resumed | new:
             self.nitro.begin_run(request_id, self.requests[request_id].num_tokens)
         return result
+
+    def _nitro_answer(self, asks: StepAsks | None) -> None:
+        if self.nitro_answers is not None:
+            self.nitro_answers.step(asks)
 
     def _nitro_apply(self, plan: StepPlan) -> None:
         tables: list[list[int]] = [self.requests[request_id].block_ids[0] for request_id in plan.request_ids]

@@ -18,7 +18,7 @@ from nitro.integration.vllm.caches import take_over
 from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
 from nitro.kernels.shift import shift_to_slots
-from nitro.types import IntArray, StepPlan
+from nitro.types import IntArray, StepAsks, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,8 +71,7 @@ class NitroV2ModelRunner(GPUModelRunner):
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         if plan is not None:
             self._nitro_apply(plan)
-        if self.nitro_answers is not None:
-            self.nitro_answers.step(getattr(scheduler_output, ASKS, None))
+        self._nitro_answer(getattr(scheduler_output, ASKS, None))
         super().update_requests(scheduler_output)
         if self._nitro_changed:
             rows = np.fromiter(self._nitro_changed, np.int64, len(self._nitro_changed))
@@ -84,6 +83,10 @@ class NitroV2ModelRunner(GPUModelRunner):
         if self._nitro_evicted[row] != evicted:
             self._nitro_evicted[row] = evicted
             self._nitro_changed.add(row)
+
+    def _nitro_answer(self, asks: StepAsks | None) -> None:
+        if self.nitro_answers is not None:
+            self.nitro_answers.step(asks)
 
     def _nitro_apply(self, plan: StepPlan) -> None:
         self.nitro.apply(plan)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faulty_bridge import FaultyProducer
 
-from nitro.testing import matrix
+from nitro.testing import matrix, storm
 from nitro.testing.models import load_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -90,16 +90,6 @@ def test_settings(tiny: Callable[[str], Path], changes: dict[str, Any]) -> None:
     assert not outcome.faults(scenario)
 
 
-THRESHOLDS = {"gravity": 0.9, "random": 0.5}
-"""What some, but not all tokens of the tiny models reach."""
-
-
-def by_threshold(name: str, policy: str) -> matrix.Scenario:
-    """Return a scenario in which the data decides how many tokens stay."""
-    bounds = {"threshold": THRESHOLDS[policy], "min_keep": 40, "max_keep": 150}
-    return matrix.variant(matrix.SCENARIOS[name], budget=None, slack=12, policy=policy, **bounds)
-
-
 @pytest.mark.parametrize(
     ("name", "policy", "faulty"),
     [
@@ -118,7 +108,7 @@ def test_threshold(
     """A bridge that is late, loses messages, or brings them twice, costs memory for a while and nothing else."""
     from nitro.integration.vllm import answers
 
-    path, scenario = tiny("llama-gqa"), by_threshold(name, policy)
+    path, scenario = tiny("llama-gqa"), matrix.by_threshold(matrix.SCENARIOS[name], policy)
     if faulty:
         monkeypatch.setattr(answers, "Producer", FaultyProducer)
         monkeypatch.setattr(FaultyProducer, "random", random.Random(1))
@@ -134,11 +124,21 @@ def test_threshold(
 
 @pytest.mark.parametrize("mode", ["multi-process", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_threshold_across_processes(tiny: Callable[[str], Path], mode: matrix.Mode) -> None:
-    path, scenario = tiny("qwen2-gqa"), by_threshold("all", "gravity")
+    path, scenario = tiny("qwen2-gqa"), matrix.by_threshold(matrix.SCENARIOS["all"], "gravity")
     with matrix.engine(path, scenario, mode) as llm:
         outcome = matrix.run_cell(llm, load_model(path), scenario, "gravity")
     assert not outcome.faults(scenario)
     assert len({kept for evictions in outcome.kept for _, kept in evictions}) > 4
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "random"])
+def test_clients_hang_up_in_the_step_of_a_plan(tiny: Callable[[str], Path], policy: str) -> None:
+    path, scenario = tiny("llama-gqa"), storm.SCENARIO if policy == "keydiff" else storm.BY_THRESHOLD
+    with matrix.engine(path, scenario, "in-process") as llm:
+        outcome = storm.run_storm(llm, load_model(path), storm.Load(), policy=policy)
+    assert not outcome.faults()
+    assert not [m for m in outcome.report.mismatches if m.gap >= matrix.TIE]
+    assert outcome.report.max_logprob_error < matrix.LOGPROB_ERROR
 
 
 def test_stock_engine_after_a_nitro_engine_in_the_same_process(tiny: Callable[[str], Path]) -> None:
