@@ -39,9 +39,9 @@ with the JSON object in it (Python takes the string, too):
 """
 
 _REQUEST_END = """\
-Set at most one of `budget` and `ratio`; it takes the place of the server's `budget`, `ratio` or `threshold`. `null` is the
-same as leaving a key out (except for `enabled`). A string may have {most_characters} characters. `budget` must be at
-least the server's `sinks` plus `window`. A step's evictions are scored together, for all requests, and so these are
+Set at most one of `budget` and `ratio`; it takes the place of the server's `budget`, `ratio` or `threshold`. `null` is
+the same as leaving a key out (except for `enabled`). A string may have {most_characters} characters. `budget` must be
+at least the server's `sinks` plus `window`. A step's evictions are scored together, for all requests, and so these are
 always the server's:
 {server_only}.
 

@@ -39,8 +39,8 @@ class Settings(BaseModel):
     )
     threshold: float | None = Field(
         None,
-        description="The data decides: as many of a request's tokens stay as have a score of at least this, in the mean "
-        "over layers and KV heads. In the unit of the policy's scores (of gravity, their mean is 1).",
+        description="The data decides: as many of a request's tokens stay as have a score of at least this, in the "
+        "mean over layers and KV heads. In the unit of the policy's scores (of gravity, their mean is 1).",
     )
     min_keep: Keep | None = Field(
         None,
@@ -48,8 +48,8 @@ class Settings(BaseModel):
     )
     max_keep: Keep | None = Field(
         None,
-        description="Tokens that a `threshold` leaves a request at most, and to which it is compacted while no worker has "
-        "said how many reach the threshold. Unset: no bound.",
+        description="Tokens that a `threshold` leaves a request at most, and to which it is compacted while no worker "
+        "has said how many reach the threshold. Unset: no bound.",
     )
     sinks: int = Field(4, ge=0, description="The first tokens of a request, which always stay.")
     window: int = Field(32, ge=1, description="The newest tokens of a request, which always stay.")
@@ -125,15 +125,14 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
     """
     counts = {name: settings[name] for name in COUNTS if settings.get(name) is not None}
     if len(counts) > 1:
-        return [
-            f"{' and '.join(f'{name}={value}' for name, value in counts.items())} are "
-            f"{'both' if len(counts) == 2 else 'all'} set, but exactly one of {', '.join(COUNTS)} may be: remove the others"
-        ]
+        said = " and ".join(f"{name}={value}" for name, value in counts.items())
+        together = "both" if len(counts) == 2 else "all"
+        return [f"{said} are {together} set, but exactly one of {', '.join(COUNTS)} may be: remove the others"]
     if set(COUNTS) <= settings.keys() and not counts:
         return [
-            "none of budget, ratio and threshold is set, but exactly one must be: set budget (tokens a request may hold, "
-            "e.g. 512), ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25) or threshold (the score from "
-            "which tokens stay)"
+            "none of budget, ratio and threshold is set, but exactly one must be: set budget (tokens a request may "
+            "hold, e.g. 512), ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25) or threshold (the score "
+            "from which tokens stay)"
         ]
     return [*_bounds_of_threshold(settings), *_too_small(settings, otherwise)]
 
@@ -141,8 +140,8 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
 def _bounds_of_threshold(settings: Mapping[str, Any]) -> list[str]:
     if "threshold" in settings and settings["threshold"] is None:
         return [
-            f"{name}={settings[name]} is set without a threshold, whose bound it is: remove it, or set threshold in place "
-            "of budget or ratio"
+            f"{name}={settings[name]} is set without a threshold, whose bound it is: remove it, or set threshold in "
+            "place of budget or ratio"
             for name in ("min_keep", "max_keep")
             if settings.get(name) is not None
         ]

@@ -200,9 +200,7 @@ class KernelCompactor(Compactor):
             counted.append(torch.stack(self._score_group(slots, before, group, blocks, reached)).sum(dim=0))
         return ((torch.cat(counted) + (rows - 1)) // rows).to(torch.int32)
 
-    def _score_group(
-        self, plan: StepPlan, before: Before, group: slice, blocks: IntArray, use: _Use[T]
-    ) -> list[T]:
+    def _score_group(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray, use: _Use[T]) -> list[T]:
         """Score some of a step's requests, in ``blocks``: one request after the other; see ``_score``."""
         lengths, first = plan.physical_len[group], before.kept[group]
         batch = self._batch(Tables(blocks, plan.num_src()[group]), lengths, plan.keep[group], plan.protect[group])
@@ -261,8 +259,8 @@ class KernelCompactor(Compactor):
             shift: tokens that each has lost.
             keys: hashes of the requests.
             newest_last: see ``RaggedInput``.
-            use: gets the layers and requests, their scores float32 ``[L, H, total]``, which are its own, and the batch to
-                select from them with.
+            use: gets the layers and requests, their scores float32 ``[L, H, total]``, which are its own, and the
+                batch to select from them with.
         """
         numbers = [np.asarray(x, np.int32) for x in (first, shift, logical)]
         first_there, shift_there, logical_there = to_device(numbers, self.layers.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nitro.config import Settings
@@ -81,7 +81,7 @@ class BudgetRule(_Rule):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule(_Rule):
-    """The data decides how many tokens stay, within bounds; a worker is asked each time that ``slack`` tokens have come.
+    """The data decides how many tokens stay, within bounds; a worker is asked whenever ``slack`` tokens have come.
 
     With ``evict_prompt`` false the prompt comes on top of the bounds, as it does on top of a budget.
 
@@ -120,7 +120,7 @@ class ThresholdRule(_Rule):
     def pause(self, logical: int, physical: int, prompt: int) -> int:
         """Return how many tokens are to come, at least one, until a worker is asked again.
 
-        That is ``slack``, but half of it where the bounds would ask for an eviction by then, which is to know the answer.
+        That is ``slack``, but half of it where the bounds would ask for an eviction by then: it shall know the answer.
         """
         room = self.room(logical, physical, prompt)
         if room is None or room > self.slack:
@@ -152,7 +152,7 @@ Rule = BudgetRule | ThresholdRule
 
 def rule_of(settings: Settings) -> Rule:
     """Return the rule of requests that say nothing, from validated settings."""
-    common = {
+    common: dict[str, Any] = {
         "sinks": settings.sinks,
         "window": settings.window,
         "slack": settings.slack,

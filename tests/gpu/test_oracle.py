@@ -143,7 +143,9 @@ def test_clients_hang_up_in_the_step_of_a_plan(tmp_path: Path, graphs: str, runn
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize(("name", "policy"), [("prefix", "random"), ("tight", "gravity"), ("all", "gravity"), ("all", "random")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("prefix", "random"), ("tight", "gravity"), ("all", "gravity"), ("all", "random")]
+)
 def test_threshold(
     tmp_path: Path, name: str, policy: str, graphs: str, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,8 +160,8 @@ def test_threshold(
         outcome = matrix.run_cell(llm, reference, scenario, policy)
         asks = llm.llm_engine.engine_core.engine_core.scheduler.nitro.asks
         print(
-            f"CELL threshold fp32 {runner} {name} {graphs} {policy}: {outcome.report}; {outcome.preemptions} preemptions; "
-            f"{asks.answered} answered, {asks.stale} stale, {asks.lost} lost"
+            f"CELL threshold fp32 {runner} {name} {graphs} {policy}: {outcome.report}; "
+            f"{outcome.preemptions} preemptions; {asks.answered} answered, {asks.stale} stale, {asks.lost} lost"
         )
         assert asks.answered > 3
     assert not outcome.faults(scenario, tie=FP32_NOISE, logprob_error=FP32_NOISE)

@@ -14,7 +14,7 @@ from nitro._settings_docs import settings_markdown
 from nitro._settings_text import REQUEST_RULES
 from nitro.config import Settings
 from nitro.errors import SettingsError
-from nitro.planner import BudgetRule, Rule, rule_for, rule_of
+from nitro.planner import Rule, rule_for, rule_of
 from nitro.request_settings import SERVER_ONLY, RequestSettings
 
 SERVER = Settings.parse({"policy": "streaming", "budget": 72, "sinks": 4, "window": 16, "slack": 24})

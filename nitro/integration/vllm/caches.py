@@ -106,7 +106,7 @@ def _compactor(
 
 
 def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
-    """Return the compactor of a model runner whose caches have been allocated, and what answers the scheduler, if it does.
+    """Return the compactor of a model runner whose caches have been allocated, and what answers the scheduler, if any.
 
     Args:
         runner: vLLM's V1 or V2 model runner.
