@@ -268,7 +268,12 @@ bool remove_if_stale(const std::string& name) {
   if (header.magic.load(std::memory_order_relaxed) != kMagic || header.byte_order != kByteOrder) return false;
   if (segment_name(header.engine, header.rank) != name) return false;
 
-  const ProcessPlace here = ProcessPlace::of_this_process();
+  ProcessPlace here;
+  try {
+    here = ProcessPlace::of_this_process();
+  } catch (const SegmentError&) {
+    return false;  // who makes a segment will be told
+  }
   if (header.boot != here.boot) return false;  // another kernel's locks are not seen here
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return false;
   // Ids of another namespace say nothing; there the lock alone does.

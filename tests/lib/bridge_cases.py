@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from nitro.ipc import MESSAGE, Messages
 
 SHARED_MEMORY = Path(_native.SHARED_MEMORY)
 RECORD_SIZE = 64
+PYTHON = [sys.executable, "-P", "-c"]  # -P: the checkout must not shadow what was installed
 
 # (request, step, run, epoch)
 Key = tuple[int, int, int, int]

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from bridge_cases import SHARED_MEMORY, keys_of, memory_of, messages, read_word, start_ticks
+from bridge_cases import PYTHON, SHARED_MEMORY, keys_of, memory_of, messages, read_word, start_ticks
 
 from nitro import _native
 from nitro.errors import BridgeError, NitroError
@@ -111,7 +111,7 @@ def test_the_interpreter_closes_what_is_still_open() -> None:
         "from nitro.ipc import *; import sys;"
         "c = Consumer(new_engine_id(), 0); sys.modules['kept'] = c; c.me = c; print(c.name)"
     )
-    name = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    name = subprocess.run([*PYTHON, code], check=True, capture_output=True, text=True).stdout.strip()
     assert name.startswith("nitro-")
     assert not (SHARED_MEMORY / name).exists()
 
@@ -150,7 +150,7 @@ def test_a_consumer_goes_on_after_its_producer_is_killed() -> None:
     seen = 0
     chance = random.Random(1)
     for life in range(12):
-        command = [sys.executable, "-c", WRITER, consumer.name, str(life)]
+        command = [*PYTHON, WRITER, consumer.name, str(life)]
         child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
         newest: dict[int, int] = {}
 

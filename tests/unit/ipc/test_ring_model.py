@@ -19,8 +19,8 @@ REQUESTS = st.integers(0, 5)
 class Ring(RuleBasedStateMachine):
     """One ring with both its ends in this process.
 
-    The worker knows a request's run and epoch late, so that some of its counts are too old when they arrive. ``held`` is
-    what the ring has, oldest first, None for a damaged record.
+    The worker knows a request's run and epoch late, so that some of its counts are too old when they arrive. ``held``
+    is what the ring has, oldest first, None for a damaged record.
     """
 
     steps: ClassVar[int] = 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from bridge_cases import SHARED_MEMORY, keys_of, messages
+from bridge_cases import PYTHON, SHARED_MEMORY, keys_of, messages
 
 from nitro.ipc import Consumer, Producer, collect_stale, new_engine_id
 
@@ -28,7 +28,7 @@ time.sleep(600)
 @contextmanager
 def engine(*prefix: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """An engine's process and the names of its two segments; it is killed in the end, and they are removed."""
-    child = subprocess.Popen([*prefix, sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([*prefix, *PYTHON, ENGINE], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     names = child.stdout.readline().split()
     try:
@@ -127,7 +127,7 @@ def test_an_engine_in_another_pid_namespace_keeps_its_segments_while_it_lives() 
 def test_a_worker_in_another_pid_namespace_is_refused() -> None:
     consumer = Consumer(new_engine_id(), 0, 4)
     code = f"from nitro.ipc import Producer; Producer({consumer.name!r})"
-    command = [*unshared("--map-current-user", "--pid", "--fork", "--mount-proc"), sys.executable, "-c", code]
+    command = [*unshared("--map-current-user", "--pid", "--fork", "--mount-proc"), *PYTHON, code]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "BridgeError: " in done.stderr
     assert "another pid or time namespace: run scheduler and workers in one container" in done.stderr
@@ -148,7 +148,7 @@ def test_a_worker_in_another_pid_namespace_is_refused() -> None:
 )
 def test_without_shared_memory_the_error_says_what_to_do(mount: str, message: str) -> None:
     program = "from nitro.ipc import Consumer, collect_stale\nprint(collect_stale())\nConsumer(1, 0, 4096)"
-    command = f'{mount} && exec {sys.executable} -c "{program}"'
+    command = f"{mount} && exec {shlex.join([*PYTHON, program])}"
     prefix = unshared("--map-root-user", "--mount")
     done = subprocess.run([*prefix, "sh", "-c", command], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
@@ -163,6 +163,6 @@ def test_a_full_file_system_is_left_as_it_was() -> None:
         "try: i.Consumer(1, 0, 4096)\n"
         "except e.BridgeError: print(os.listdir('/dev/shm'))"
     )
-    command = f'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} -c "{program}"'
+    command = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {shlex.join([*PYTHON, program])}"
     prefix = unshared("--map-root-user", "--mount")
     assert subprocess.run([*prefix, "sh", "-c", command], capture_output=True, text=True).stdout == "[]\n"
