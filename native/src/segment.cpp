@@ -99,7 +99,7 @@ bool is_capacity(std::uint64_t capacity) {
 std::string objection(const struct stat& status) {
   if (!S_ISREG(status.st_mode)) return "is not a regular file";
   if (status.st_uid != ::geteuid()) {
-    return text("belongs to user ", status.st_uid, ", not to this one (", ::geteuid(), ")");
+    return text("belongs to user ", status.st_uid, " and not to this one (", ::geteuid(), ")");
   }
   if ((status.st_mode & 07777) != kMode) return "has another mode than 0600";
   if (status.st_size < static_cast<off_t>(sizeof(Header))) return "is smaller than a header";
@@ -195,6 +195,7 @@ Segment Segment::attach(const std::string& name) {
   const int descriptor = uninterrupted([&] { return ::shm_open(shm_path(name).c_str(), O_RDWR | O_NONBLOCK, 0); });
   if (descriptor == -1) {
     if (errno == ENOENT) refuse(name, "does not exist: its engine has ended, or runs with another /dev/shm");
+    if (errno == EACCES) refuse(name, "belongs to another user: run scheduler and workers as one");
     fail("open", name, errno, 0);
   }
   const File file(descriptor);

@@ -172,6 +172,24 @@ TEST(what_is_not_a_segment_is_refused) {
   CHECK(!nitro::remove_if_stale(small) && ::unlink(path_of(small).c_str()) == 0);
 }
 
+TEST(another_users_segment_is_refused_and_stays) {
+  if (::geteuid() != 0) return;  // only root can become somebody else
+  Consumer consumer(fresh_engine(), 0, 4);
+  const pid_t child = in_child([&] {
+    if (::seteuid(65534) != 0 || nitro::remove_if_stale(consumer.name())) return false;
+    try {
+      Producer producer(consumer.name());
+    } catch (const SegmentError& error) {
+      return std::string(error.what()).find("belongs to another user") != std::string::npos;
+    }
+    return false;
+  });
+  CHECK(status_of(child) == 0 && exists(consumer.name()));
+  // The file decides, not its name: given away, it is not ours any more.
+  CHECK(::chown(path_of(consumer.name()).c_str(), 65534, 65534) == 0);
+  CHECK_THROWS(SegmentError, Producer(consumer.name()), "belongs to user 65534", "no segment of Nitro's");
+}
+
 TEST(a_process_is_its_id_and_its_start) {
   const nitro::ProcessKey mine = nitro::key_of_this_process();
   CHECK(nitro::pid_of(mine) == ::getpid() && !nitro::has_ended(mine));
