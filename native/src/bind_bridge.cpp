@@ -6,12 +6,12 @@
 // /proc.
 
 #include <pybind11/numpy.h>
-#include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
-#include <limits>
-#include <span>
+#include <exception>
 #include <string>
+#include <vector>
 
 #include "bindings.hpp"
 #include "nitro/bridge.hpp"
@@ -20,15 +20,6 @@ namespace py = pybind11;
 
 namespace nitro {
 namespace {
-
-template <typename T>
-std::span<const T> view(const char* name, const py::array_t<T, py::array::c_style>& array) {
-  if (array.ndim() != 1) {
-    throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
-                          " dimensions: pass a one-dimensional array");
-  }
-  return {array.data(), static_cast<std::size_t>(array.size())};
-}
 
 py::object producer_state(const Consumer& consumer) {
   switch (consumer.producer()) {
@@ -103,15 +94,11 @@ void bind_bridge(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("name"), Released())
       .def(
           "publish",
-          [](Producer& self, const py::array_t<Message, py::array::c_style>& messages) {
-            return self.publish(view("messages", messages));
-          },
+          [](Producer& self, const Array<Message>& messages) { return self.publish(view("messages", messages)); },
           py::arg("messages"))
       .def(
           "withdraw",
-          [](Producer& self, const py::array_t<std::uint64_t, py::array::c_style>& requests) {
-            self.withdraw(view("requests", requests));
-          },
+          [](Producer& self, const Array<std::uint64_t>& requests) { self.withdraw(view("requests", requests)); },
           py::arg("requests"))
       .def("consumer_alive", [](const Producer& self) { return !self.consumer_has_ended(); })
       .def("waiting", &Producer::waiting)

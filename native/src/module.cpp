@@ -24,18 +24,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Without forcecast, int64 arrays are refused rather than narrowed; non-contiguous ones are copied.
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
-
-template <typename T>
-std::span<const T> view(const char* name, const Array<T>& array) {
-  if (array.ndim() != 1) {
-    throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
-                          " dimensions: pass a one-dimensional array");
-  }
-  return {array.data(), static_cast<std::size_t>(array.size())};
-}
+using nitro::Array;
+using nitro::view;
 
 py::array_t<std::int32_t> to_numpy(const std::vector<std::int32_t>& values) {
   return py::array_t<std::int32_t>(static_cast<py::ssize_t>(values.size()), values.data());

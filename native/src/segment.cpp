@@ -99,7 +99,7 @@ bool is_capacity(std::uint64_t capacity) {
 std::string objection(const struct stat& status) {
   if (!S_ISREG(status.st_mode)) return "is not a regular file";
   if (status.st_uid != ::geteuid()) {
-    return text("belongs to user ", status.st_uid, ", not to this one (", ::geteuid(), ")");
+    return text("belongs to user ", status.st_uid, " and not to this one (", ::geteuid(), ")");
   }
   if ((status.st_mode & 07777) != kMode) return "has another mode than 0600";
   if (status.st_size < static_cast<off_t>(sizeof(Header))) return "is smaller than a header";
@@ -110,7 +110,8 @@ ProcessPlace place_of(const Header& header) {
   return {.pid_namespace = header.pid_namespace, .time_namespace = header.time_namespace, .boot = header.boot};
 }
 
-void check_header(const std::string& name, const Header& header, std::uint64_t size) {
+// Returns the capacity, which is not looked at again: whoever can open the segment can change it.
+std::uint64_t checked_capacity(const std::string& name, const Header& header, std::uint64_t size) {
   constexpr const char* kSame = ": scheduler and workers must run the same Nitro";
   // Acquire: the rest of the header was written before the magic.
   if (header.magic.load(std::memory_order_acquire) != kMagic) refuse(name, "has no header of Nitro's");
@@ -122,12 +123,14 @@ void check_header(const std::string& name, const Header& header, std::uint64_t s
     refuse(name, text("has a header of ", header.header_size, " and records of ", header.record_size,
                       " bytes, these are ", sizeof(Header), " and ", sizeof(Record), kSame));
   }
-  if (!is_capacity(header.capacity) || size < size_for(header.capacity)) {
-    refuse(name, text("says that it has ", header.capacity, " records, in ", size, " bytes: it is damaged"));
+  const std::uint64_t capacity = header.capacity;
+  if (!is_capacity(capacity) || size < size_for(capacity)) {
+    refuse(name, text("says that it has ", capacity, " records, in ", size, " bytes: it is damaged"));
   }
   if (segment_name(header.engine, header.rank) != name) {
     refuse(name, text("is the segment ", segment_name(header.engine, header.rank), " under another name"));
   }
+  return capacity;
 }
 
 // The writing end has one holder. One that has ended left it behind.
@@ -170,6 +173,7 @@ Segment Segment::create(std::uint64_t engine, std::uint32_t rank, std::uint64_t 
   while (error == EINTR);
   if (error != 0) fail("allocate", name, error, size);
   segment.map(file, size);
+  segment.capacity_ = capacity;
 
   auto* header = new (segment.header_) Header{};
   header->version = kLayoutVersion;
@@ -191,6 +195,7 @@ Segment Segment::attach(const std::string& name) {
   const int descriptor = uninterrupted([&] { return ::shm_open(shm_path(name).c_str(), O_RDWR | O_NONBLOCK, 0); });
   if (descriptor == -1) {
     if (errno == ENOENT) refuse(name, "does not exist: its engine has ended, or runs with another /dev/shm");
+    if (errno == EACCES) refuse(name, "belongs to another user: run scheduler and workers as one");
     fail("open", name, errno, 0);
   }
   const File file(descriptor);
@@ -201,7 +206,7 @@ Segment Segment::attach(const std::string& name) {
   Segment segment(name, -1, false);
   segment.map(file.get(), static_cast<std::size_t>(status.st_size));
   Header& header = *segment.header_;
-  check_header(name, header, static_cast<std::uint64_t>(status.st_size));
+  segment.capacity_ = checked_capacity(name, header, static_cast<std::uint64_t>(status.st_size));
   if (place_of(header) != ProcessPlace::of_this_process()) {
     refuse(name, "was made in another pid or time namespace: run scheduler and workers in one container");
   }
@@ -229,6 +234,7 @@ Segment::Segment(Segment&& other) noexcept
       claimed_(std::exchange(other.claimed_, false)),
       pid_(other.pid_),
       size_(std::exchange(other.size_, 0)),
+      capacity_(other.capacity_),
       header_(std::exchange(other.header_, nullptr)) {}
 
 Segment::~Segment() {
@@ -239,7 +245,7 @@ Segment::~Segment() {
 }
 
 std::span<Record> Segment::records() const noexcept {
-  return {reinterpret_cast<Record*>(header_ + 1), static_cast<std::size_t>(header_->capacity)};
+  return {reinterpret_cast<Record*>(header_ + 1), static_cast<std::size_t>(capacity_)};
 }
 
 void Segment::unlink() noexcept {
@@ -268,7 +274,12 @@ bool remove_if_stale(const std::string& name) {
   if (header.magic.load(std::memory_order_relaxed) != kMagic || header.byte_order != kByteOrder) return false;
   if (segment_name(header.engine, header.rank) != name) return false;
 
-  const ProcessPlace here = ProcessPlace::of_this_process();
+  ProcessPlace here;
+  try {
+    here = ProcessPlace::of_this_process();
+  } catch (const SegmentError&) {
+    return false;  // who makes a segment will be told
+  }
   if (header.boot != here.boot) return false;  // another kernel's locks are not seen here
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return false;
   // Ids of another namespace say nothing; there the lock alone does.

@@ -1,4 +1,4 @@
-// What messages are put together with.
+// Error messages from their parts.
 
 #pragma once
 

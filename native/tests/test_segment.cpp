@@ -6,6 +6,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -172,6 +173,24 @@ TEST(what_is_not_a_segment_is_refused) {
   CHECK(!nitro::remove_if_stale(small) && ::unlink(path_of(small).c_str()) == 0);
 }
 
+TEST(another_users_segment_is_refused_and_stays) {
+  if (::geteuid() != 0) return;  // only root can become somebody else
+  Consumer consumer(fresh_engine(), 0, 4);
+  const pid_t child = in_child([&] {
+    if (::seteuid(65534) != 0 || nitro::remove_if_stale(consumer.name())) return false;
+    try {
+      Producer producer(consumer.name());
+    } catch (const SegmentError& error) {
+      return std::string(error.what()).find("belongs to another user") != std::string::npos;
+    }
+    return false;
+  });
+  CHECK(status_of(child) == 0 && exists(consumer.name()));
+  // The file decides, not its name: given away, it is not ours any more.
+  CHECK(::chown(path_of(consumer.name()).c_str(), 65534, 65534) == 0);
+  CHECK_THROWS(SegmentError, Producer(consumer.name()), "belongs to user 65534", "no segment of Nitro's");
+}
+
 TEST(a_process_is_its_id_and_its_start) {
   const nitro::ProcessKey mine = nitro::key_of_this_process();
   CHECK(nitro::pid_of(mine) == ::getpid() && !nitro::has_ended(mine));
@@ -190,6 +209,28 @@ TEST(a_process_is_its_id_and_its_start) {
   CHECK(::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT) == 0);
   CHECK(nitro::has_ended(theirs));  // a zombie
   CHECK(status_of(child) == 0);
+  CHECK(nitro::has_ended(theirs));
+  ::close(pipe[0]);
+  ::close(pipe[1]);
+}
+
+// /proc shows it as a zombie, as it would show a process that has ended.
+TEST(a_process_lives_on_without_its_first_thread) {
+  std::array<int, 2> pipe{};
+  CHECK(::pipe(pipe.data()) == 0);
+  const pid_t child = in_child([&] {
+    std::thread other([&] {
+      const nitro::ProcessKey key = nitro::key_of_this_process();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the first thread has ended
+      while (::write(pipe[1], &key, sizeof key) == sizeof key) ::pause();
+    });
+    ::syscall(SYS_exit, 0);  // the thread's end, not the process's
+    return false;
+  });
+  nitro::ProcessKey theirs = 0;
+  CHECK(::read(pipe[0], &theirs, sizeof theirs) == sizeof theirs && nitro::pid_of(theirs) == child);
+  CHECK(!nitro::has_ended(theirs));
+  kill_now(child);
   CHECK(nitro::has_ended(theirs));
   ::close(pipe[0]);
   ::close(pipe[1]);

@@ -24,9 +24,6 @@ def collect_stale() -> list[str]:
 
     Returns:
         The names of the segments that were removed.
-
-    Raises:
-        BridgeError: ``/proc`` cannot be read, so that nobody knows which processes are there.
     """
     prefix = _native.segment_name(0, 0).rsplit("-", 2)[0] + "-"
     try:

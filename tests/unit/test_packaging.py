@@ -57,7 +57,7 @@ def test_torch_and_vllm_are_not_required() -> None:
 
 
 def test_importing_nitro_loads_neither_torch_nor_vllm() -> None:
-    code = "import sys, nitro, nitro.collector; print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    code = "import sys, nitro, nitro.collector, nitro.ipc; print([m for m in ('torch', 'vllm') if m in sys.modules])"
     assert run(sys.executable, "-c", code, cwd=ROOT / "tests").strip() == "[]"
 
 

@@ -21,7 +21,7 @@ class Consumer {
   Consumer(std::uint64_t engine, std::uint32_t rank, std::uint64_t capacity)
       : segment_(Segment::create(engine, rank, capacity)), reader_(segment_.header(), segment_.records()) {}
 
-  // The records that were there when it was called, oldest first. `most` > 0 bounds how many.
+  // The messages that were there when it was called, oldest first, at most so many.
   [[nodiscard]] std::vector<Message> poll(std::size_t most) {
     segment_.check_process();
     std::vector<Message> messages(std::min(most, reader_.available()));

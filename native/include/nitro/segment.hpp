@@ -73,6 +73,7 @@ class Segment {
   bool claimed_ = false;
   pid_t pid_;
   std::size_t size_ = 0;
+  std::uint64_t capacity_ = 0;
   Header* header_ = nullptr;
 };
 
