@@ -130,7 +130,7 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A runner whose stock part is stand-ins, after `initialize_kv_cache`."""
     install_stand_ins(monkeypatch)
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", lambda *_: None)
-    monkeypatch.setattr(runner_v2, "take_over", lambda _: Compactor())
+    monkeypatch.setattr(runner_v2, "take_over", lambda _: (Compactor(), None))
     runner: Any = object.__new__(NitroV2ModelRunner)
     runner.max_num_reqs, runner.max_num_tokens, runner.device = ROWS, TOKENS, torch.device("cpu")
     runner.req_states, runner.block_tables = Rows(), Tables()
