@@ -14,6 +14,7 @@ from nitro.kernels._score import (
     in_order,
     layers_constants,
     norms_ref,
+    number_bytes,
     power_of_two,
     splits_of,
     tile_shape,
@@ -48,7 +49,7 @@ def lagkv(
     the earlier token ranks higher.
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep``, ``protect`` and ``window`` are not looked at.
         sinks: tokens before the first part.
         lag: tokens of a part, 2 to 1,024.
@@ -163,7 +164,7 @@ def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
         "LAG": lag,
         "PART": max(power_of_two(lag), 16),
         "CHUNK": 16,
-        "STAGES": 8 // dtype.itemsize,
+        "STAGES": 8 // number_bytes(dtype),
         "num_warps": 8,
     }
 
@@ -177,6 +178,7 @@ def variants() -> list[Variant]:
     for dtype, head_dim, lag, ordered in (
         (torch.float16, 96, 128, False),
         (torch.float32, 256, 1024, True),
+        (torch.float8_e4m3fn, 128, 128, False),
     ):
         chosen = _choice(dtype, head_dim, lag) | {"RANKED": True} | ({} if ordered else {"order": None})
         name = f"score-lagkv-{lag}{'-ordered' if ordered else ''}"
