@@ -24,6 +24,7 @@ from nitro.kernels._score import (
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -141,10 +142,12 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
     warps = 8 if split or head_dim > 128 else 4
+    # What is converted takes registers beside what it is converted to, and the widest keys leave none.
+    pulled = _PULLED // 2 if dtype in FP8 and head_dim > 128 else _PULLED
     return {
         **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
         "WINDOW": 32,
-        "PULLED": _PULLED * 2 if split else _PULLED,
+        "PULLED": _PULLED * 2 if split else pulled,
         "SPLIT": split,
         "CHANNELS": 16,
         # float16 has differences of up to 131,008, and numbers of up to 65,504; FP8 is multiplied as float16, and

@@ -81,7 +81,7 @@ def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreI
         for start in range(0, layers.num_layers, group):
             stop = min(start + group, layers.num_layers)
             where, order = x.positions[start:stop, blocks, :, slots % size].permute(1, 2, 0).sort(dim=-1)
-            rows = torch.stack([layers.rows(layer, table, length) for layer in range(start, stop)])
+            rows = torch.stack([layers.numbers(layer, table, length) for layer in range(start, stop)])
             rows = rows.gather(2, order.unsqueeze(-1).expand_as(rows))
             keys, values = rows[..., : layers.head_dim], rows[..., layers.head_dim :]
             found = call(
