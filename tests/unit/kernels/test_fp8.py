@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import compactor_cases
+import fp8_cases
 import pytest
-import score_cases as cases
 import torch
 
-from nitro.kernels import score
 from nitro.kernels.fp8 import FP8
-from nitro.kernels.paged import PagedLayers, RaggedBatch
+from nitro.kernels.paged import PagedLayers
 from nitro.policies.base import Policy, ScoreInput
 
 from .conftest import interpreted
@@ -25,36 +24,13 @@ dtypes = pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, of a signalling NaN
 def test_every_number_is_read_for_what_it_is(dtype: torch.dtype, stride: int) -> None:
-    """Keys of one number, which is their norm; the other element is zero, and so are the values."""
-    bits = torch.arange(256, dtype=torch.uint8)
-    memory = torch.zeros(1, 1, 256, 4 * stride, dtype=torch.uint8)
-    memory[0, 0, :, 0] = bits
-    layers, batch = PagedLayers.of([memory[..., ::stride].view(dtype)]), RaggedBatch.of([[0]], [256], [256], window=1)
-    want = bits.view(dtype).float().abs()
-    want = torch.where(want.isfinite(), want, torch.nan)
-    assert want.isnan().sum() == (2 if dtype == torch.float8_e4m3fn else 8)
-    got = -score.knorm(layers, batch)[0, 0]
-    assert torch.equal(got.nan_to_num(-1), want.nan_to_num(-1))
-    assert not score.vnorm(layers, batch).any()
+    fp8_cases.check_numbers(dtype, stride)
 
 
 @interpreted
 @dtypes
 def test_scales_of_the_scores_that_depend_on_them(dtype: torch.dtype) -> None:
-    """By powers of two, exactly; the scores that are ratios keep their bits."""
-    case = cases.make_case(cases.Shape(2, 2, 8, 32, dtype), [21, 8], bad=0.05)
-    powers = torch.randint(-8, 9, (2, 2, 2), generator=torch.Generator().manual_seed(0))
-    ones, scaled = (PagedLayers.of(case.layers.caches, scales) for scales in (None, 2.0**powers))
-    of_keys, of_values = 2.0 ** powers[:, 0, :, None], 2.0 ** powers[:, 1, :, None]
-    for score_of, factor in (
-        (score.knorm, of_keys),
-        (score.vnorm, of_values),
-        (score.vnorm_centred, of_values),
-        (score.keydiff, torch.ones(1)),
-        (score.gravity, torch.ones(1)),
-    ):
-        want = score_of(ones, case.batch) * factor
-        assert torch.equal(score_of(scaled, case.batch).nan_to_num(7e9), want.nan_to_num(7e9))
+    fp8_cases.check_scales(dtype)
 
 
 @dtypes
