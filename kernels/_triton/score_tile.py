@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 _TOGETHER = tl.constexpr(16)  # partial sums that are loaded at a time
+_E4M3, _E5M2 = tl.constexpr(tl.float8e4nv), tl.constexpr(tl.float8e5)
 
 
 @triton.jit
@@ -80,13 +81,13 @@ def as_numbers(x, DTYPE: tl.constexpr):
     Every FP8 number is a float16, and there is nothing to round. By integer arithmetic, since neither GPUs before
     sm_89 nor the interpreter have conversions from all kinds.
     """
-    if DTYPE == tl.float8e4nv:
+    if DTYPE == _E4M3:
         # Sign, exponent, mantissa as in float16, with 4 and 3 bits in place of 5 and 10. Moved to where float16 has
         # them, the exponent's bias is short by 8. There are no infinities, and one NaN, which comes out as 480.
         bits = (x.to(tl.int16) << 7) & -0x4001
         x = bits.to(tl.float16, bitcast=True) * 256.0
         x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
-    elif DTYPE == tl.float8e5:
+    elif DTYPE == _E5M2:
         # The first half of a float16.
         x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     return x
@@ -101,7 +102,7 @@ def scale_of(scales, layer, head, H, PART: tl.constexpr):
 @triton.jit
 def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address of one head's first key in block 0 of one layer; FP8 is read as the bits that it is."""
-    if DTYPE == tl.float8e4nv or DTYPE == tl.float8e5:
+    if DTYPE == _E4M3 or DTYPE == _E5M2:  # noqa: SIM109 (Triton has no "in")
         pointer = tl.load(base + layer).to(tl.pointer_type(tl.int8))
     else:
         pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))

@@ -37,9 +37,9 @@ FP32_NOISE = 0.2
 # four of five tokens differ between full attention and an evicted cache.
 BF16_MISMATCHES = 0.12
 BF16_MEAN_LOGPROB_ERROR = 0.12
-# With an FP8 cache the oracle rounds queries, keys and values, as the engine does. What the engine rounds beside them are
-# the weights of values, to 4 bits; and where K or V are in bf16 before, some become the next FP8 number. To be set near
-# what is measured, after the first run on a GPU; without evictions and with them alike.
+# With an FP8 cache the oracle rounds queries, keys and values, as the engine does. What the engine rounds beside them
+# are the weights of values, to 4 bits; and where K or V are in bf16 before, some become the next FP8 number. These
+# bounds are generous guesses, to be set near what is measured on a GPU.
 FP8_MISMATCHES = 0.4
 FP8_MEAN_LOGPROB_ERROR = 0.6
 FP8_EXCESS = 0.04  # of the share of mismatches, over that without evictions: of some 2,000 tokens, three deviations

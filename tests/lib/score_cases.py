@@ -128,12 +128,16 @@ def make_case(
     count = num_blocks * shape.num_heads * elements.get(shape.layout, size * 2 * dim)
     memory = torch.full((shape.num_layers, count), torch.nan, device=device).to(shape.dtype)
     # Any scales, so that what depends on them shows; of a size that lets values remain far from float32's bounds.
-    scales = torch.rand(shape.num_layers, 2, shape.num_heads, generator=generator) + 0.05 if shape.dtype in FP8 else None
+    scales = None
+    if shape.dtype in FP8:
+        scales = torch.rand(shape.num_layers, 2, shape.num_heads, generator=generator) + 0.05
+        factors = scales.transpose(1, 2).repeat_interleave(dim, dim=-1).unsqueeze(2)
     caches = [cache_view(shape, whole.view(torch.int8)) for whole in memory]
     positions = torch.full((shape.num_layers, num_blocks, shape.num_heads, size), -(2**30), dtype=torch.int32)
     offsets = offset * torch.randn(*lead, 1, 2 * dim, generator=generator)
 
-    requests = []
+    requests: list[Request] = []
+    stored: list[torch.Tensor] = []
     for number, length in enumerate(lengths):
         rows = (torch.randn(*lead, length, 2 * dim, generator=generator) + offsets).to(shape.dtype)
         rows = _spoiled(rows, rng, bad, dim)
@@ -145,12 +149,9 @@ def make_case(
             slots = torch.from_numpy(rng.random((*lead, length)).argsort(-1))
         if share and number and min(length, lengths[0]) >= size:
             tables[number][0] = tables[0][0]
-            rows[:, :, :size] = first_rows[:, :, :size]
-        if not number:
-            first_rows = rows
-        stood_for = rows
-        if scales is not None:
-            stood_for = rows.float() * scales.transpose(1, 2).repeat_interleave(dim, dim=-1).unsqueeze(2)
+            rows[:, :, :size] = stored[0][:, :, :size]
+        stored.append(rows)
+        stood_for = rows if scales is None else rows.float() * factors
         request = Request(
             key=int(rng.integers(0, 2**64, dtype=np.uint64)),
             keys=stood_for[..., :dim],

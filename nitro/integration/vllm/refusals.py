@@ -127,8 +127,8 @@ def _quantisation_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"KV cache of dtype {dtype} on a CPU: Nitro reads FP8 on GPUs only; use --kv-cache-dtype auto"
     if skipped := _get(cache, "kv_cache_dtype_skip_layers"):
         yield (
-            f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}: Nitro needs caches of one dtype in all layers; "
-            "drop it, or use --kv-cache-dtype auto"
+            f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}: Nitro needs caches of one dtype in all "
+            "layers; drop it, or use --kv-cache-dtype auto"
         )
     if _get(cache, "calculate_kv_scales"):
         yield "--calculate-kv-scales may change scales that Nitro has read already; drop it, as vLLM recommends"
