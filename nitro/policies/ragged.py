@@ -27,7 +27,7 @@ class RaggedInput:
     R is the number of requests, L of layers, H of KV heads. Slots may be in any order, `positions` tells which.
 
     Attributes:
-        layers: the caches; keys after RoPE, as cached.
+        layers: the caches; keys after RoPE, as cached, so FP8 still to be multiplied with ``layers.scales``.
         batch: the requests; ragged arrays are ``[L, H, batch.total]``.
         positions: int32 ``[L, num_blocks, H, block_size]``, logical position of each slot of these requests.
         layer_ids: int64 ``[L]``, index of each layer in the whole model, not among this worker's layers.

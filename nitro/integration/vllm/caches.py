@@ -139,7 +139,7 @@ def take_over(runner: Any) -> Compactor:
                 f"{kv.shape[2]}; set --block-size {kv.shape[2]}"
             )
         caches.append(as_numbers(layer, kv))
-        places.append(probe(layer, caches[-1], runner.model_config.dtype))
+        places.append(probe(layer, kv, runner.model_config.dtype))
     total = runner.model_config.get_total_num_kv_heads()
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     return _compactor(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nitro.errors import UnsupportedError
-from nitro.integration.vllm.fp8 import scales_of
+from nitro.integration.vllm.fp8 import as_numbers, scales_of
 
 _DIGIT = 128  # digits up to 127 are exact in every other float type vLLM caches, bf16 (8 bits of mantissa) included
 _FP8_DIGIT = 8  # e5m2 has 3 bits of mantissa
@@ -35,7 +35,7 @@ def probe(layer: Any, kv_cache: Tensor, model_dtype: torch.dtype) -> tuple[Tenso
 
     Args:
         layer: vLLM's attention layer; its backend's ``do_kv_cache_update`` does the writing.
-        kv_cache: the layer's cache, logically ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``, as numbers.
+        kv_cache: the layer's cache, logically ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
         model_dtype: of K and V before they are cached, if the cache is FP8; otherwise they have the cache's.
 
     Raises:
@@ -43,13 +43,12 @@ def probe(layer: Any, kv_cache: Tensor, model_dtype: torch.dtype) -> tuple[Tenso
     """
     _, heads, block_size, width = kv_cache.shape
     head_dim = width // 2
-    base, written_dtype, stored_dtype = _DIGIT, kv_cache.dtype, kv_cache.dtype
-    scales = scales_of([layer], kv_cache)
-    if scales is not None:
-        base, written_dtype, stored_dtype = _FP8_DIGIT, model_dtype, torch.uint8  # vLLM has FP8 as bytes
-    scratch = torch.zeros((2, *kv_cache.shape[1:]), dtype=stored_dtype, device=kv_cache.device)
+    scratch = torch.zeros((2, *kv_cache.shape[1:]), dtype=kv_cache.dtype, device=kv_cache.device)
     if kv_cache.stride(1) < kv_cache.stride(2):  # slots before heads in memory: the scratch must look the same
         scratch = scratch.transpose(1, 2).contiguous().transpose(1, 2)
+    numbers = as_numbers(layer, scratch)
+    scales = scales_of([layer], numbers)
+    base, written_dtype = (_DIGIT, kv_cache.dtype) if scales is None else (_FP8_DIGIT, model_dtype)
     slots = torch.arange(block_size, dtype=torch.int64, device=kv_cache.device)  # all of block 0
     offsets = torch.arange(block_size * width, device=kv_cache.device)
 
@@ -63,7 +62,7 @@ def probe(layer: Any, kv_cache: Tensor, model_dtype: torch.dtype) -> tuple[Tenso
         pair[which] = filled
         scratch.zero_()
         layer.impl.do_kv_cache_update(layer, pair[0], pair[1], scratch, slots)
-        return scratch[0, 0].reshape(-1).view(kv_cache.dtype).float()
+        return numbers[0, 0].float().reshape(-1)
 
     found = []
     for which in range(2):
@@ -79,7 +78,7 @@ def probe(layer: Any, kv_cache: Tensor, model_dtype: torch.dtype) -> tuple[Tenso
     both = torch.cat(found)
     if not torch.equal(both.sort().values, offsets):
         raise UnsupportedError(
-            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {kv_cache.dtype} as "
+            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {numbers.dtype} as "
             "they are (or in a layout that Nitro does not understand); use another --attention-backend or an "
             "unquantised cache"
         )

@@ -120,7 +120,7 @@ def test_fp8(name: str, model_dtype: torch.dtype, heads_first: bool, scales: tup
     layer, kv = fp8_layer(name, FP8_KV[name], *scales), fp8_cache(heads_first)
     numbers = as_numbers(layer, kv)
     assert numbers.dtype == FP8_KV[name]
-    assert side_by_side(*probe(layer, numbers, model_dtype), 64)
+    assert side_by_side(*probe(layer, kv, model_dtype), 64)
     # What the scales say is what was written.
     rows = torch.rand(16, 3, 64, generator=torch.Generator().manual_seed(1)) + 0.5
     rows = rows * torch.stack([scale.expand(3) for scale in scales])[:, None, :, None]  # [2, slots, heads, dim]
@@ -133,7 +133,7 @@ def test_fp8(name: str, model_dtype: torch.dtype, heads_first: bool, scales: tup
 def test_fp8_of_another_encoding_is_refused() -> None:
     layer = fp8_layer("fp8_e5m2", torch.float8_e4m3fn, *FP8_SCALES[0])
     with pytest.raises(UnsupportedError, match=r"Fp8 does not store K and V of dtype torch\.float8_e5m2 as they are"):
-        probe(layer, as_numbers(layer, fp8_cache(True)), torch.bfloat16)
+        probe(layer, fp8_cache(True), torch.bfloat16)
 
 
 def test_bytes_of_unknown_meaning_are_refused() -> None:
@@ -143,15 +143,15 @@ def test_bytes_of_unknown_meaning_are_refused() -> None:
 
 
 def test_fp8_without_kernels_is_refused() -> None:
-    kv = torch.zeros(4, 2, 16, 64).to(torch.float8_e4m3fn)
-    layer = fp8_layer("fp8", torch.float8_e4m3fn, *FP8_SCALES[0])
+    layer, kv = fp8_layer("fp8", torch.float8_e4m3fn, *FP8_SCALES[0]), torch.zeros(4, 2, 16, 64, dtype=torch.uint8)
+    numbers = as_numbers(layer, kv)
     with pytest.raises(UnsupportedError, match=r"no kernels for this FP8 cache \(on cpu, head dimension 32"):
         _compactor(
-            [kv],
+            [numbers],
             [probe(layer, kv, torch.bfloat16)],
             layers=[0],
             heads=[0, 1],
             settings=Settings.parse({"budget": 64}),
             longest=100,
-            scales=scales_of([layer], kv),
+            scales=scales_of([layer], numbers),
         )
