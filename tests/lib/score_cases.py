@@ -20,7 +20,8 @@ from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 from nitro.policies.base import ScoreInput
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8)
+TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of cosines and sines
+DTYPES = (*TABLE_DTYPES, *FP8)
 SEED, MODEL_LAYERS, MODEL_HEADS = 0x1234_5678_9ABC, 5, 3  # the first layer and head of this worker
 
 shapes = st.builds(
