@@ -114,7 +114,7 @@ FP8_SCALES = (
 
 @pytest.mark.parametrize("scales", FP8_SCALES, ids=["one", "layer", "heads"])
 @pytest.mark.parametrize("heads_first", [True, False], ids=["HND", "NHD"])
-@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FP8_KV)
 def test_fp8(name: str, model_dtype: torch.dtype, heads_first: bool, scales: tuple[Tensor, Tensor]) -> None:
     layer, kv = fp8_layer(name, FP8_KV[name], *scales), fp8_cache(heads_first)
@@ -128,6 +128,21 @@ def test_fp8(name: str, model_dtype: torch.dtype, heads_first: bool, scales: tup
     paged = PagedLayers.of([numbers], scales_of([layer], numbers))
     got = paged.numbers(0, torch.tensor([5]), 16).transpose(0, 1)
     assert torch.allclose(got, torch.cat([rows[0], rows[1]], -1), rtol=0.13)
+
+
+def test_vllm_has_fp8_caches_of_these_names() -> None:
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    assert set(FP8_KV) <= set(get_args(CacheDType))
+    assert {STR_DTYPE_TO_TORCH_DTYPE[name] for name in FP8_KV} == {torch.uint8}
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    scales = scales_of([layer, layer], torch.zeros(4, 3, 16, 64).to(torch.float8_e4m3fn))
+    assert torch.equal(scales, torch.ones(2, 2, 3))
 
 
 def test_fp8_of_another_encoding_is_refused() -> None:
