@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stock vLLM and Nitro side by side on one GPU: throughput, latency, preemptions and blocks.
 
-    python3 ci/bench_engines.py [--suite essay|ample|llama8b] [--rounds N] [--json FILE]
+    python3 ci/bench_engines.py [--suite essay|ample|llama8b[_long][_fp8]] [--rounds N] [--json FILE]
 
 All engines of a suite are alive at once, each in processes of its own, and serve the same requests in turn, so that
 what the machine does meanwhile hits all of them. Weights are dummies of a real model's shape; vLLM's defaults stay on
@@ -54,12 +54,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: Nitro's settings (None: stock), the blocks of 16 tokens in its pool, further arguments."""
+    """One engine: Nitro's settings (None: stock), the blocks of 16 tokens in its pool, whether they are FP8."""
 
     name: str
     blocks: int
     nitro: dict[str, Any] | None = None
+    fp8: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def pool(self, block_bytes: int) -> dict[str, Any]:
+        """Return vLLM's arguments for the pool, given the bytes of a block in bf16."""
+        nbytes = self.blocks * block_bytes // (2 if self.fp8 else 1)
+        pool = {"num_gpu_blocks_override": self.blocks, "kv_cache_memory_bytes": nbytes}
+        return pool | ({"kv_cache_dtype": "fp8"} if self.fp8 else {})
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Suite:
-    """What runs on what; ``block_bytes`` are those of a block of all layers."""
+    """What runs on what; ``block_bytes`` are those of a block of all layers in bf16.
+
+    The engines of a suite are alive together, so their weights and pools have to fit the GPU together.
+    """
 
     shape: str
     engines: tuple[Engine, ...]
@@ -88,6 +98,33 @@ class Suite:
 
 _ESSAY = {"policy": "keydiff", "budget": 256, "slack": 64}
 _TIGHT = 91_750  # what an L4 has for this model
+_LLAMA_BLOCKS = 9_000  # 18.9 GB; of FP8, twice as many blocks take as much
+
+
+def _llama(load: Load, quarter: int, slack: int) -> dict[str, Suite]:
+    """Return two suites: with budgets of 1/4 and 1/8 of the tokens, and with FP8 caches; stock is in both.
+
+    All five engines, each with 16 GB of weights and about 3 GB beside weights and pool, would not fit 140 GB. Nor
+    would four with any ease.
+    """
+    nitro = {"policy": "keydiff", "slack": slack}
+    stock = Engine("stock", _LLAMA_BLOCKS)
+    to_quarter, to_eighth = (nitro | {"budget": budget} for budget in (quarter, quarter // 2))
+    engines = {
+        "": (
+            stock,
+            Engine("nitro 1/4", _LLAMA_BLOCKS, to_quarter),
+            Engine("nitro 1/8", _LLAMA_BLOCKS, to_eighth),
+        ),
+        "_fp8": (
+            stock,
+            Engine("stock, fp8", 2 * _LLAMA_BLOCKS, fp8=True),
+            Engine("nitro 1/4, fp8", 2 * _LLAMA_BLOCKS, to_quarter, fp8=True),
+        ),
+    }
+    return {name: Suite("llama-3.1-8b", chosen, (load,), 16 * 131_072) for name, chosen in engines.items()}
+
+
 SUITES = {
     "essay": Suite(
         "qwen2.5-0.5b",
@@ -106,16 +143,8 @@ SUITES = {
         16 * 12_288,
         rounds=3,
     ),
-    "llama8b": Suite(
-        "llama-3.1-8b",
-        (
-            Engine("stock", 9_000),
-            Engine("nitro 1/4", 9_000, {"policy": "keydiff", "budget": 1536, "slack": 128}),
-            Engine("nitro 1/8", 9_000, {"policy": "keydiff", "budget": 768, "slack": 128}),
-        ),
-        (Load(256, 4096, 2048),),
-        16 * 131_072,
-    ),
+    **{f"llama8b{name}": suite for name, suite in _llama(Load(256, 4096, 2048), 1536, 128).items()},
+    **{f"llama8b_long{name}": suite for name, suite in _llama(Load(128, 16_000, 1000), 4250, 256).items()},
 }
 
 
@@ -137,8 +166,7 @@ def serve(suite: Suite, engine: Engine, model: str, connection: Connection) -> N
         "max_model_len": longest,
         "max_num_seqs": most,
         "max_num_batched_tokens": suite.max_batched,
-        "num_gpu_blocks_override": engine.blocks,
-        "kv_cache_memory_bytes": engine.blocks * suite.block_bytes,
+        **engine.pool(suite.block_bytes),
         "gpu_memory_utilization": 0.05,
         "compilation_config": {"cudagraph_capture_sizes": [size for size in sizes if size <= most]},
         "disable_log_stats": False,

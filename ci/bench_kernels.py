@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Time the kernels on a GPU: bytes moved over time, as a percentage of the copy bandwidth measured in the same run.
 
-    python3 ci/bench_kernels.py [--shape large|essay|long|medium] [--only NAME] [--layers N] [--sweep] [--json FILE]
+    python3 ci/bench_kernels.py [--shape large|essay|long|medium] [--dtype bfloat16|float8_e4m3fn|...] [--only NAME]
+        [--layers N] [--sweep] [--json FILE]
 
 Every result is checked against a reference before it is timed. Times are of the GPU alone: a task is captured in a CUDA
 graph, whose replays are timed one by one with events, with none of the data in the L2 cache; "host" is what issuing
@@ -35,6 +36,7 @@ from gpu_timing import copy_bandwidths, gpu_micros, host_micros, launches
 from kernel_bench import SHAPES, Setup, Task, make_setup, select_tasks, stitch_tasks
 
 from nitro.kernels import _moves, _score, score_gravity, score_lagkv, score_mean, score_slots, select
+from nitro.kernels.fp8 import FP8
 
 Bench = Callable[[Setup], Iterator[Task]]
 
@@ -58,6 +60,7 @@ BENCHES: tuple[Bench, ...] = (
     event_bench.rival_tasks,
 )
 DEFAULT_SHAPES = ("large", "essay", "long")
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in _score.DTYPES]
 
 # What chooses tile, warps and stages of a score.
 CHOICES: dict[str, tuple[ModuleType, str]] = {
@@ -150,6 +153,8 @@ class Run:
     def shape(self, setup: Setup, name: str) -> None:
         """Time everything at one shape."""
         benches = (*BENCHES, event_bench.attention_tasks) if name == "essay" else BENCHES
+        if setup.layers.dtype in FP8:  # what they are compared with takes no FP8
+            benches = tuple(bench for bench in BENCHES if bench is not event_bench.rival_tasks)
         for task in self.tasks(setup, name, benches):
             if self.only in task.name:
                 self.measure(setup, name, task)
@@ -198,7 +203,7 @@ class Run:
     def _sweep_score(self, setup: Setup, name: str, task: Task) -> None:
         module, attribute = CHOICES[task.name]
         original = getattr(module, attribute)
-        itemsize = setup.layers.dtype.itemsize
+        itemsize = _score.number_bytes(setup.layers.dtype)
         whole = _score.WHOLE
         wholes = SWEPT_WHOLES if task.passes_nbytes else (whole,)
         for size, nbytes, warps, stages in itertools.product(wholes, SWEPT_BYTES, SWEPT_WARPS, SWEPT_STAGES):
@@ -243,6 +248,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append", help=f"default: {', '.join(DEFAULT_SHAPES)}")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the caches; default: bfloat16")
     parser.add_argument("--only", default="", help="tasks whose name contains this")
     parser.add_argument("--layers", type=int, help="layers timed together, where the shape's do not fit")
     parser.add_argument("--sweep", action="store_true", help="only time other tile sizes and warps")
@@ -259,8 +265,9 @@ def main() -> None:
         shape = SHAPES[name]
         if arguments.layers:
             shape = dataclasses.replace(shape, layers=arguments.layers)
-        print(f"\n{name}: {shape}")
-        setup = run.guarded(f"{name} set-up", lambda shape=shape: make_setup(shape))
+        print(f"\n{name}, {arguments.dtype}: {shape}")
+        dtype = getattr(torch, arguments.dtype)
+        setup = run.guarded(f"{name} set-up", lambda shape=shape, dtype=dtype: make_setup(shape, dtype))
         if setup is not None:
             (run.sweep if arguments.sweep else run.shape)(setup, name)
         del setup
@@ -269,6 +276,7 @@ def main() -> None:
             text = {
                 "device": properties.name,
                 "torch": torch.__version__,
+                "dtype": arguments.dtype,
                 "copy_bytes_per_second": copy,
                 "copies": copies,
                 "failures": run.failures,

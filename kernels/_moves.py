@@ -116,6 +116,7 @@ def variants() -> list[Variant]:
         (80, 2, 32, True, (True,)),
         (96, 2, 8, True, (True,)),
         (128, 2, 16, True, (True, False)),
+        (128, 1, 16, True, (True, False)),
         (128, 2, 128, False, (True,)),
         (256, 2, 16, True, (True,)),
         (256, 4, 64, True, (True, False)),

@@ -10,12 +10,19 @@ from torch import Tensor
 
 from nitro.kernels._checks import check_array, check_device, check_positions, check_tables
 from nitro.kernels._triton.variants import Variant
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 REQUESTS = {"tables": "*i32", "lengths": "*i32", "protect": "*i32", "offsets": "*i64"}
 """Triton's types of what a batch consists of."""
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
 """Caches that can be scored, and Triton's names for them."""
 
 HEAD_DIMS = range(2, 257)
@@ -92,18 +99,22 @@ def part_constants(phase: int) -> dict[str, int]:
     return {"PHASE": phase, "CHUNK": WHOLE if phase == 0 else CHUNK, "WHOLE": WHOLE}
 
 
+def number_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of a number that is computed with: FP8 becomes float16, and takes as many registers."""
+    return max(dtype.itemsize, 2)
+
+
 def tile_shape(dtype: torch.dtype, head_dim: int, tile_bytes: int) -> dict[str, int]:
-    """Return WIDTH, ``head_dim`` padded to a power of two, and TILE, the slots of which so many bytes are loaded."""
+    """Return WIDTH, ``head_dim`` padded to a power of two, and TILE, the slots whose numbers take so many bytes."""
     width = power_of_two(head_dim)
-    return {"WIDTH": width, "TILE": max(tile_bytes // (width * dtype.itemsize), _MIN_TILE)}
+    return {"WIDTH": width, "TILE": max(tile_bytes // (width * number_bytes(dtype)), _MIN_TILE)}
 
 
 def cache_constants(dtype: torch.dtype, head_dim: int, block_size: int, aligned: bool) -> dict[str, Any]:
     """Return the constexpr parameters that describe caches."""
     from triton import language as tl
 
-    types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    return {"D": head_dim, "BLOCK_SIZE": block_size, "DTYPE": types[dtype], "ALIGNED": aligned}
+    return {"D": head_dim, "BLOCK_SIZE": block_size, "DTYPE": tl.dtype(DTYPES[dtype]), "ALIGNED": aligned}
 
 
 def layers_constants(layers: PagedLayers) -> dict[str, Any]:
@@ -126,10 +137,12 @@ def cache_variant(
     """
     constants = {**cache_constants(dtype, head_dim, 16, True), **chosen, "stride_dim": 1}
     num_warps = constants.pop("num_warps")
+    if "scales" in kernel.arg_names and dtype not in FP8:
+        constants["scales"] = None
     return Variant(
         f"{name}-{DTYPES[dtype]}-{head_dim}",
         kernel,
-        {**REQUESTS, "base": "*i64", "out": "*fp32", **pointers},
+        {**REQUESTS, "base": "*i64", "scales": "*fp32", "out": "*fp32", **pointers},
         constants,
         num_warps,
         divisible=("stride_block", "stride_head", "stride_slot"),
@@ -154,7 +167,8 @@ def check_paged(
     """
     if reads and layers.dtype not in DTYPES:
         raise TypeError(
-            f"caches of {layers.dtype} can't be scored: use float16, bfloat16 or float32, or a policy that reads none"
+            f"caches of {layers.dtype} can't be scored: use float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, "
+            "or a policy that reads none"
         )
     if reads and layers.head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim={layers.head_dim} must be 2 to 256 to be scored")
@@ -190,7 +204,7 @@ def dense_rows(layers: PagedLayers, batch: RaggedBatch) -> Iterator[tuple[int, s
     """Yield of each request its index, its columns, and its keys and values, float32 ``[L, H, length, D]``."""
     for request, (first, length) in enumerate(zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False)):
         table = batch.block_tables[request]
-        rows = torch.stack([layers.rows(layer, table, length) for layer in range(layers.num_layers)]).float()
+        rows = torch.stack([layers.numbers(layer, table, length).float() for layer in range(layers.num_layers)])
         keys, values = rows[..., : layers.head_dim], rows[..., layers.head_dim :]
         yield request, slice(first, first + length), keys.contiguous(), values.contiguous()
 

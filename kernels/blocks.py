@@ -142,7 +142,12 @@ def variants() -> list[Variant]:
             1,
         )
     ]
-    for head_dim, itemsize, block_size, aligned in ((64, 2, 16, True), (128, 2, 128, True), (256, 4, 16, False)):
+    for head_dim, itemsize, block_size, aligned in (
+        (64, 2, 16, True),
+        (128, 1, 16, True),
+        (128, 2, 128, True),
+        (256, 4, 16, False),
+    ):
         constexprs = {"stride_dim": 1} if aligned else {}
         found.append(
             Variant(

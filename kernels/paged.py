@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nitro.kernels.fp8 import checked_scales, dequantised
 from nitro.kernels.tables import Tables, int32
 
 _Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -30,20 +31,29 @@ class PagedLayers:
         caches: the caches themselves; keeps their memory alive, and is what references read.
         strides: in elements: from block to block, head to head, slot to slot, and along a slot's K and V.
         aligned: every row of K and V starts at a multiple of ``VECTOR_BYTES`` and is contiguous.
+        scales: of FP8 caches, float32 ``[num_layers, 2, num_kv_heads]`` on their device: what K (0) and V (1) are to
+            be multiplied with. None of others.
     """
 
     base: Tensor
     caches: tuple[Tensor, ...] = field(repr=False)
     strides: tuple[int, int, int, int]
     aligned: bool
+    scales: Tensor | None = None
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor] | Tensor) -> PagedLayers:
+    def of(cls, caches: Sequence[Tensor] | Tensor, scales: Tensor | None = None) -> PagedLayers:
         """Describe these caches, one a layer. Copies their addresses to their device: call it once, not every step.
 
+        Args:
+            caches: of each layer. Bytes that stand for FP8 numbers have to be viewed as such.
+            scales: of FP8 caches; default: all are 1.
+
         Raises:
-            TypeError: if their elements have not 1, 2 or 4 bytes, or they are one tensor.
-            ValueError: if there is none, they are no caches, or they are not alike.
+            TypeError: if their elements have not 1, 2 or 4 bytes, they are one tensor, or scales are given for other
+                dtypes than FP8, or are no float32.
+            ValueError: if there is none, they are no caches, or they are not alike, or scales have another shape or
+                device.
         """
         if isinstance(caches, Tensor):
             raise TypeError("caches is one tensor: pass a list with the cache of each layer")
@@ -72,6 +82,7 @@ class PagedLayers:
             caches=tuple(caches),
             strides=(block, head, slot, dim),
             aligned=dim == 1 and not any(step % VECTOR_BYTES for step in steps),
+            scales=checked_scales(scales, first, len(caches)),
         )
 
     @property
@@ -111,7 +122,8 @@ class PagedLayers:
 
     def part(self, start: int, stop: int) -> PagedLayers:
         """Return the layers ``[start, stop)``; an even ``start`` keeps ``base`` at a multiple of ``VECTOR_BYTES``."""
-        return PagedLayers(self.base[start:stop], self.caches[start:stop], self.strides, self.aligned)
+        scales = None if self.scales is None else self.scales[start:stop]
+        return PagedLayers(self.base[start:stop], self.caches[start:stop], self.strides, self.aligned, scales)
 
     def rows(self, layer: int, block_table: Tensor, length: int) -> Tensor:
         """Gather one request's K and V of one layer: a new tensor ``[num_kv_heads, length, 2 * head_dim]``.
@@ -124,6 +136,11 @@ class PagedLayers:
         slots = torch.arange(length, device=block_table.device)
         blocks = block_table[slots // self.block_size].to(torch.int64)
         return self.caches[layer][blocks, :, slots % self.block_size].transpose(0, 1)
+
+    def numbers(self, layer: int, block_table: Tensor, length: int) -> Tensor:
+        """Gather what ``rows`` does; FP8 as float32, multiplied with its scales."""
+        rows = self.rows(layer, block_table, length)
+        return rows if self.scales is None else dequantised(rows, self.scales[layer])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

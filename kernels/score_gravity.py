@@ -18,11 +18,13 @@ from nitro.kernels._score import (
     in_order,
     layers_constants,
     norms_ref,
+    number_bytes,
     part_constants,
     parts_of,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -46,7 +48,7 @@ def gravity(
     ``g_i = m_i sum_{j in W, j != i} m_j / (||k_i - k_j||^2 / s^2 + softening^2)`` and the score is ``g_i / mean g``.
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep`` and ``protect`` are not looked at. ``window`` is at least 1.
         softening: softening length in units of s, above 0.
         order: int32 ``[L, H, total]``, `logical_order`; None where slots are in logical order.
@@ -140,15 +142,18 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
     warps = 8 if split or head_dim > 128 else 4
+    # What is converted takes registers beside what it is converted to, and the widest keys leave none.
+    pulled = _PULLED // 2 if dtype in FP8 and head_dim > 128 else _PULLED
     return {
         **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
         "WINDOW": 32,
-        "PULLED": _PULLED * 2 if split else _PULLED,
+        "PULLED": _PULLED * 2 if split else pulled,
         "SPLIT": split,
         "CHANNELS": 16,
-        # float16 has differences of up to 131,008, and numbers of up to 65,504; the other types have room.
-        "SCALE": 0.25 if dtype == torch.float16 else 1.0,
-        "STAGES": 8 // dtype.itemsize,
+        # float16 has differences of up to 131,008, and numbers of up to 65,504; FP8 is multiplied as float16, and
+        # e5m2 reaches 57,344. The other types have room.
+        "SCALE": 0.25 if dtype in (torch.float16, torch.float8_e5m2) else 1.0,
+        "STAGES": 8 // number_bytes(dtype),
         "num_warps": warps,
     }
 
@@ -164,6 +169,8 @@ def variants() -> list[Variant]:
         (torch.bfloat16, 128, False, (0,)),
         (torch.bfloat16, 256, False, (0,)),
         (torch.float32, 256, True, (0,)),
+        (torch.float8_e4m3fn, 128, False, (0,)),
+        (torch.float8_e5m2, 256, False, (0,)),
     ):
         chosen = _choice(dtype, head_dim)
         absent = {"order": not ordered, "shifts": not chosen["SPLIT"], "partials": phases == (0,)}

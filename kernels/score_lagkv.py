@@ -19,6 +19,7 @@ from nitro.kernels._score import (
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MAX_LAG = 1024
@@ -48,7 +49,7 @@ def lagkv(
     the earlier token ranks higher.
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep``, ``protect`` and ``window`` are not looked at.
         sinks: tokens before the first part.
         lag: tokens of a part, 2 to 1,024.
@@ -158,13 +159,14 @@ def _check(layers: PagedLayers, batch: RaggedBatch, sinks: int, lag: int, order:
 
 
 def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
+    fp8 = dtype in FP8  # half the threads, so that each still loads 16 bytes at once
     return {
         **tile_shape(dtype, head_dim, _TILE_BYTES),
         "LAG": lag,
         "PART": max(power_of_two(lag), 16),
         "CHUNK": 16,
-        "STAGES": 8 // dtype.itemsize,
-        "num_warps": 8,
+        "STAGES": 2 if fp8 else 8 // dtype.itemsize,
+        "num_warps": 4 if fp8 else 8,
     }
 
 
@@ -177,6 +179,7 @@ def variants() -> list[Variant]:
     for dtype, head_dim, lag, ordered in (
         (torch.float16, 96, 128, False),
         (torch.float32, 256, 1024, True),
+        (torch.float8_e4m3fn, 128, 128, False),
     ):
         chosen = _choice(dtype, head_dim, lag) | {"RANKED": True} | ({} if ordered else {"order": None})
         name = f"score-lagkv-{lag}{'-ordered' if ordered else ''}"

@@ -32,7 +32,7 @@ def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = Non
     """Score each slot by ``-cos(k, a)``, ``a`` the mean of the row's unit keys (https://arxiv.org/abs/2504.15364).
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep``, ``protect`` and ``window`` are not looked at: all slots are in the mean.
         out: where the scores go; default: new memory.
 
@@ -47,7 +47,7 @@ def keydiff(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = Non
     if out.numel():
         from nitro.kernels._triton.score_mean import keydiff_kernel
 
-        _launch(keydiff_kernel, layers, batch, out, _choice(layers.dtype, layers.head_dim), 0)
+        _launch(keydiff_kernel, (layers.base,), layers, batch, out, 0)
     return out
 
 
@@ -73,7 +73,7 @@ def keydiff_unrotated(
     Each pair of a key's elements is multiplied by the inverse of the matrix ``[[c, -s], [s, c]]`` that rotated it.
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep``, ``protect`` and ``window`` are not looked at.
         cos_sin: ``[max_position, rotary_dim]``, float16, bfloat16 or float32: of each position the cosines, then the
             sines, as in the model's own rotary embedding, so with its scaling. ``rotary_dim`` is even and at most
@@ -172,7 +172,7 @@ def vnorm_centred(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None
     if out.numel():
         from nitro.kernels._triton.score_mean import centred_kernel
 
-        _launch(centred_kernel, layers, batch, out, _choice(layers.dtype, layers.head_dim), 4)
+        _launch(centred_kernel, (layers.base, layers.scales), layers, batch, out, 4)
     return out
 
 
@@ -188,13 +188,23 @@ def vnorm_centred_ref(layers: PagedLayers, batch: RaggedBatch) -> Tensor:
 
 
 def _launch(
-    kernel: Any, layers: PagedLayers, batch: RaggedBatch, out: Tensor, chosen: dict[str, int], extra: int
+    kernel: Any, caches: tuple[Tensor | None, ...], layers: PagedLayers, batch: RaggedBatch, out: Tensor, extra: int
 ) -> None:
-    """Launch ``keydiff_kernel`` or ``centred_kernel``; partial sums have ``extra`` elements beside a row's."""
+    """Launch ``keydiff_kernel`` or ``centred_kernel``.
+
+    Args:
+        kernel: which of them.
+        caches: its first arguments.
+        layers: the caches.
+        batch: the requests.
+        out: where the scores go.
+        extra: elements that partial sums have beside a row's.
+    """
+    chosen = _choice(layers.dtype, layers.head_dim)
     rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
     for part in parts_of(layers, batch, chosen["WIDTH"] + extra, 2):
         kernel[(rows * part.per_row,)](
-            layers.base,
+            *caches,
             batch.block_tables,
             batch.lengths,
             batch.offsets,
@@ -254,8 +264,11 @@ def variants() -> list[Variant]:
         ("keydiff", keydiff_kernel, torch.bfloat16, 64, False),
         ("keydiff", keydiff_kernel, torch.float16, 128, True),
         ("keydiff", keydiff_kernel, torch.float32, 256, False),
+        ("keydiff", keydiff_kernel, torch.float8_e4m3fn, 128, True),
+        ("keydiff", keydiff_kernel, torch.float8_e5m2, 256, False),
         ("vnorm_centred", centred_kernel, torch.bfloat16, 80, True),
         ("vnorm_centred", centred_kernel, torch.float32, 256, False),
+        ("vnorm_centred", centred_kernel, torch.float8_e4m3fn, 128, False),
     ):
         for phase in _phases(split):
             chosen = _choice(dtype, head_dim) | phase[1]
@@ -264,6 +277,7 @@ def variants() -> list[Variant]:
     for dtype, head_dim, rotary, interleaved, split in (
         (torch.float16, 96, 48, False, True),
         (torch.float32, 256, 256, True, False),
+        (torch.float8_e4m3fn, 128, 128, False, False),
     ):
         for phase in _phases(split):
             chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]

@@ -36,7 +36,7 @@ def knorm(layers: PagedLayers, batch: RaggedBatch, *, out: Tensor | None = None)
     """Score each slot by minus the L2 norm of its key (Devoto et al., https://arxiv.org/abs/2406.11430).
 
     Args:
-        layers: the caches; float16, bfloat16 or float32.
+        layers: the caches; float16, bfloat16, float32 or FP8.
         batch: the requests; ``keep``, ``protect`` and ``window`` are not looked at.
         out: where the scores go; default: new memory.
 
@@ -83,6 +83,7 @@ def _norm(
         splits = splits_of(batch, rows, chosen["TILE"])
         norm_kernel[(rows * splits,)](
             layers.base,
+            layers.scales,
             batch.block_tables,
             batch.lengths,
             batch.offsets,
@@ -302,6 +303,7 @@ def variants() -> list[Variant]:
         for name, part, sign, dtype, head_dim in (
             ("knorm", 0, -1.0, torch.float16, 128),
             ("knorm", 0, -1.0, torch.float32, 96),
+            ("knorm", 0, -1.0, torch.float8_e4m3fn, 128),
             ("vnorm", 1, 1.0, torch.bfloat16, 64),
         )
     ]

@@ -40,9 +40,9 @@ def positions_bytes(num_kv_heads: int, block_size: int) -> int:
 
 def _drawn_like(cache: Tensor, blocks: int) -> Tensor:
     """Return a cache of a few blocks of random K and V, with the same strides."""
-    return torch.empty_strided(
-        (blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
-    ).normal_()
+    shape = (blocks, *cache.shape[1:])
+    drawn = torch.empty_strided(shape, cache.stride(), dtype=cache.dtype, device=cache.device)
+    return drawn.copy_(torch.randn(shape, device=cache.device))  # FP8 cannot be drawn itself
 
 
 def _keep_selected(x: RaggedInput, scores: Tensor, chosen: RaggedBatch) -> None:
@@ -101,7 +101,8 @@ class KernelCompactor(Compactor):
         caches = self.layers.caches[:_TRIAL_LAYERS]
         layer_ids = self.layer_ids[:_TRIAL_LAYERS]
         shape = (len(caches), self.layers.num_kv_heads, length, self.layers.head_dim)
-        keys, values = (torch.randn(shape, device=self.layers.device).to(self.layers.dtype) for _ in range(2))
+        dtype = torch.float32 if self.layers.scales is not None else self.layers.dtype  # as policies get it
+        keys, values = (torch.randn(shape, device=self.layers.device).to(dtype) for _ in range(2))
         where = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
         trial = ScoreInput(
             keys=keys,
@@ -117,7 +118,8 @@ class KernelCompactor(Compactor):
         )
         checked_score(policy, trial)
         blocks = -(-length // self.block_size)
-        drawn = PagedLayers.of([_drawn_like(cache, blocks) for cache in caches])
+        scales = None if self.layers.scales is None else self.layers.scales[: len(caches)]
+        drawn = PagedLayers.of([_drawn_like(cache, blocks) for cache in caches], scales)
         positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
         positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
         batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])

@@ -105,7 +105,7 @@ def gravity_kernel(
         near_live = near_index < length
         near_slot = slot_of(order, near_index, near_live, order is not None)
         near_offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
-        near = load_rows(keys, near_offset, near_live, stride_dim, D, WIDTH)
+        near = load_rows(keys, near_offset, near_live, stride_dim, DTYPE, D, WIDTH)
         near_good = near_live & finite(tl.sum(near * near, axis=1))
         near_count = tl.maximum(tl.sum(near_good.to(tl.int32), axis=0), 1).to(tl.float32)
         shift = tl.sum(tl.where(near_good[:, None], near, 0.0), axis=0) / near_count
@@ -119,8 +119,8 @@ def gravity_kernel(
             slot = start + tl.arange(0, TILE)
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            value = load_rows(values, offset, live, stride_dim, D, WIDTH)
-            key = load_rows(keys, offset, live, stride_dim, D, WIDTH)
+            value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
+            key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
             value_square = tl.sum(value * value, axis=1)
             good = live & finite(value_square) & finite(tl.sum(key * key, axis=1))
             norm = tl.where(good, tl.sqrt_rn(value_square), 0.0)
@@ -175,10 +175,10 @@ def gravity_kernel(
             if not SPLIT:
                 # The keys of the row enter the product as they are, those of the window, from which the shift is
                 # subtracted, as the sum of two numbers of the same type: together nearly as exact as float32.
-                near = load_rows(keys, near_offset, near_live, stride_dim, D, WIDTH)
-                near = tl.where(near_good[:, None], near - shift[None, :], 0.0) * SCALE
-                high = near.to(DTYPE)
-                low = (near - high.to(tl.float32)).to(DTYPE)
+                near_keys = load_elements(keys, near_offset, near_live, stride_dim, DTYPE, D, WIDTH)
+                near = tl.where(near_good[:, None], near_keys.to(tl.float32) - shift[None, :], 0.0) * SCALE
+                high = near.to(near_keys.dtype)
+                low = (near - high.to(tl.float32)).to(near_keys.dtype)
                 of_shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * shift[None, :], axis=1)
             for start in tl.range(begin, end, PULLED, num_stages=STAGES):
                 pulled = start + tl.arange(0, PULLED)
@@ -197,7 +197,7 @@ def gravity_kernel(
                         some_own = _shifted(keys, pulled_offset, pulled_good, columns, inside, by, stride_dim)
                         product = tl.dot(some_own, tl.trans(some_near), product, input_precision="tf32x3")
                 else:
-                    own = load_elements(keys, pulled_offset, pulled_live, stride_dim, D, WIDTH)
+                    own = load_elements(keys, pulled_offset, pulled_live, stride_dim, DTYPE, D, WIDTH)
                     product = tl.dot(own, tl.trans(high))
                     product = tl.dot(own, tl.trans(low), product)
                     product = (product - of_shift[None, :]) * (1.0 / SCALE)

@@ -92,8 +92,8 @@ def lagkv_kernel(
             live = index < 2 * LAG
             slot = slot_of(order, begin + index, live, order is not None)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            key = load_rows(keys, offset, live, stride_dim, D, WIDTH)
-            value = load_rows(values, offset, live, stride_dim, D, WIDTH)
+            key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
+            value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
             good = live & finite(tl.sum(key * key, axis=1)) & finite(tl.sum(value * value, axis=1))
             low_keys = tl.where(good[:, None], tl.minimum(low_keys, key), low_keys)
             high_keys = tl.where(good[:, None], tl.maximum(high_keys, key), high_keys)
@@ -106,8 +106,8 @@ def lagkv_kernel(
             live = index < LAG
             slot = slot_of(order, begin + index, live, order is not None)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            key = load_rows(keys, offset, live, stride_dim, D, WIDTH)
-            value = load_rows(values, offset, live, stride_dim, D, WIDTH)
+            key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
+            value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
             good = finite(tl.sum(key * key, axis=1)) & finite(tl.sum(value * value, axis=1))
             spread = _spread(key, low_key, key_unit, D, WIDTH)
             tl.store(key_spreads + begin + index, tl.where(good, spread, float("nan")), mask=live)

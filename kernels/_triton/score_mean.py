@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .score_tile import (
     added_up,
+    as_numbers,
     chunk_index,
     chunk_of,
     finite,
@@ -21,6 +22,7 @@ from .score_tile import (
     position_of,
     ragged_row,
     row_of,
+    scale_of,
     slot_offset,
     values_of,
 )
@@ -77,7 +79,7 @@ def keydiff_kernel(
             slot = start + tl.arange(0, TILE)
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            key = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
             square = tl.sum(key * key, axis=1)
             inverse = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
             # The second pass needs it again, and a NaN there makes the score one.
@@ -98,7 +100,7 @@ def keydiff_kernel(
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             inverse = tl.load(out + slot, mask=live, other=0.0)
-            key = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            key = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
             cosine = tl.sum(key * anchor[None, :], axis=1) * inverse
             tl.store(out + slot, -cosine, mask=live)
 
@@ -112,6 +114,7 @@ def _undone_pairs(
     cos_sin,
     max_position,
     stride_dim,
+    DTYPE: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -125,7 +128,7 @@ def _undone_pairs(
     pair = tl.arange(0, HALF)
     rotated = pair < ROTARY // 2
     if INTERLEAVED:
-        x = load_rows(pointer, offset, live, stride_dim, D, 2 * HALF)
+        x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, 2 * HALF)
         a, b = tl.split(tl.reshape(x, [x.shape[0], HALF, 2]))
     else:
         first, second = pair, pair + D // 2
@@ -136,12 +139,9 @@ def _undone_pairs(
                 first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
                 second = tl.max_contiguous(tl.multiple_of(second, 4), 4) if D % 8 == 0 else second
         wanted = live[:, None] & (pair < D // 2)[None, :]
-        a = tl.load(pointer + offset[:, None] + first[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0.0).to(
-            tl.float32
-        )
-        b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0.0).to(
-            tl.float32
-        )
+        a = tl.load(pointer + offset[:, None] + first[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
+        b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
+        a, b = as_numbers(a, DTYPE).to(tl.float32), as_numbers(b, DTYPE).to(tl.float32)
     inside = live & (position >= 0) & (position < max_position)
     angle = cos_sin + position.to(tl.int64)[:, None] * ROTARY + pair[None, :]
     wanted = inside[:, None] & rotated[None, :]
@@ -220,7 +220,7 @@ def keydiff_unrotated_kernel(
                 position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             a, b, _ = _undone_pairs(
-                pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
             )
             sums_a += a
             sums_b += b
@@ -246,7 +246,7 @@ def keydiff_unrotated_kernel(
                 position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             a, b, good = _undone_pairs(
-                pointer, offset, position, live, cos_sin, max_position, stride_dim, D, ROTARY, INTERLEAVED, HALF
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
             )
             cosine = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], axis=1)
             tl.store(out + slot, tl.where(good, -cosine, float("nan")), mask=live)
@@ -255,6 +255,7 @@ def keydiff_unrotated_kernel(
 @triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])
 def centred_kernel(
     base,
+    scales,  # float32 [L, 2, H], or None: 1
     tables,
     lengths,
     offsets,
@@ -302,7 +303,7 @@ def centred_kernel(
             slot = start + tl.arange(0, TILE)
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            x = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+            x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
             good = live & finite(tl.sum(x * x, axis=1))
             sums += tl.where(good[:, None], x, 0.0)
             counts += good.to(tl.int32)
@@ -318,11 +319,14 @@ def centred_kernel(
             mean = added_up(partials, length, column, CHUNK, partial)
             count = one_added_up(partials, length, WIDTH, CHUNK, partial)
         mean = mean / tl.maximum(count, 1.0)
+        unit = 1.0
+        if scales is not None:
+            unit = scale_of(scales, layer, head, H, 1)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             slot = start + tl.arange(0, TILE)
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             # Masked columns are zero here and in the mean. A bad value stays bad when a finite mean is subtracted.
-            x = load_rows(pointer, offset, live, stride_dim, D, WIDTH) - mean[None, :]
+            x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH) - mean[None, :]
             square = tl.sum(x * x, axis=1)
-            tl.store(out + slot, tl.where(finite(square), tl.sqrt_rn(square), float("nan")), mask=live)
+            tl.store(out + slot, tl.where(finite(square), unit * tl.sqrt_rn(square), float("nan")), mask=live)

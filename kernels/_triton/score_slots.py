@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from .score_tile import finite, head_pointer, load_rows, position_of, ragged_row, row_of, slot_offset, values_of
+from .score_tile import (
+    finite,
+    head_pointer,
+    load_rows,
+    position_of,
+    ragged_row,
+    row_of,
+    scale_of,
+    slot_offset,
+    values_of,
+)
 
 # SplitMix64's increment and multipliers; the launcher's file names the source.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -14,6 +24,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 @triton.jit(do_not_specialize=["total", "max_blocks", "splits", "L", "H"])
 def norm_kernel(
     base,
+    scales,  # float32 [L, 2, H], or None: 1
     tables,
     lengths,
     offsets,
@@ -46,13 +57,16 @@ def norm_kernel(
     table = tables + request.to(tl.int64) * max_blocks
     out += ragged_row(offsets, request, layer, head, H, total)
     length = tl.load(lengths + request)
+    unit = SIGN
+    if scales is not None:
+        unit = SIGN * scale_of(scales, layer, head, H, PART)
     for start in tl.range(program % splits * TILE, length, splits * TILE, num_stages=STAGES):
         slot = start + tl.arange(0, TILE)
         live = slot < length
         offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-        x = load_rows(pointer, offset, live, stride_dim, D, WIDTH)
+        x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
         square = tl.sum(x * x, axis=1)
-        tl.store(out + slot, tl.where(finite(square), SIGN * tl.sqrt_rn(square), float("nan")), mask=live)
+        tl.store(out + slot, tl.where(finite(square), unit * tl.sqrt_rn(square), float("nan")), mask=live)
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "splits", "L", "H"])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 _TOGETHER = tl.constexpr(16)  # partial sums that are loaded at a time
+_E4M3, _E5M2 = tl.constexpr(tl.float8e4nv), tl.constexpr(tl.float8e5)
 
 
 @triton.jit
@@ -74,9 +75,37 @@ def one_added_up(partials, length, column: tl.constexpr, CHUNK: tl.constexpr, PA
 
 
 @triton.jit
+def as_numbers(x, DTYPE: tl.constexpr):
+    """Return elements of a cache in a type with arithmetic: FP8, which comes as int8, as float16, the others as is.
+
+    Every FP8 number is a float16, and there is nothing to round. By integer arithmetic, since neither GPUs before
+    sm_89 nor the interpreter have conversions from all kinds.
+    """
+    if DTYPE == _E4M3:
+        # Sign, exponent, mantissa as in float16, with 4 and 3 bits in place of 5 and 10. Moved to where float16 has
+        # them, the exponent's bias is short by 8. There are no infinities, and one NaN, which comes out as 480.
+        bits = (x.to(tl.int16) << 7) & -0x4001
+        x = bits.to(tl.float16, bitcast=True) * 256.0
+        x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
+    elif DTYPE == _E5M2:
+        # The first half of a float16.
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    return x
+
+
+@triton.jit
+def scale_of(scales, layer, head, H, PART: tl.constexpr):
+    """Return what one head's keys (PART 0) or values (1) are to be multiplied with, from float32 ``[L, 2, H]``."""
+    return tl.load(scales + (layer * 2 + PART) * H + head)
+
+
+@triton.jit
 def head_pointer(base, layer, head, stride_head, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address of one head's first key in block 0 of one layer."""
-    pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))
+    """Return the address of one head's first key in block 0 of one layer; FP8 is read as the bits that it is."""
+    if DTYPE == _E4M3 or DTYPE == _E5M2:  # noqa: SIM109 (Triton has no "in")
+        pointer = tl.load(base + layer).to(tl.pointer_type(tl.int8))
+    else:
+        pointer = tl.load(base + layer).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         # The compiler knows nothing of an address that was loaded: without this, each element would be a load.
         pointer = tl.multiple_of(pointer, 16)
@@ -113,23 +142,23 @@ def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_
 
 
 @triton.jit
-def load_elements(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return D elements at each offset, ``[len(offset), WIDTH]``; zero where not live and from D on."""
+def load_elements(pointer, offset, live, stride_dim, DTYPE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return D numbers at each offset, ``[len(offset), WIDTH]``; zero where not live and from D on."""
     column = tl.arange(0, WIDTH)
     wanted = live[:, None]
     if WIDTH > D:
         wanted = wanted & (column < D)[None, :]
     column = column.to(tl.int64) * stride_dim
-    return tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0.0)
+    return as_numbers(tl.load(pointer + offset[:, None] + column[None, :], mask=wanted, other=0), DTYPE)
 
 
 @triton.jit
-def load_rows(pointer, offset, live, stride_dim, D: tl.constexpr, WIDTH: tl.constexpr):
+def load_rows(pointer, offset, live, stride_dim, DTYPE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """Return what `load_elements` does as float32.
 
     Upcast before any arithmetic: the square of a float16 overflows from 256 on.
     """
-    return load_elements(pointer, offset, live, stride_dim, D, WIDTH).to(tl.float32)
+    return load_elements(pointer, offset, live, stride_dim, DTYPE, D, WIDTH).to(tl.float32)
 
 
 @triton.jit

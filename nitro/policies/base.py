@@ -23,7 +23,8 @@ class ScoreInput:
     L is the number of layers, H of KV heads, N of slots (in logical order), D the head dimension.
 
     Attributes:
-        keys: ``[L, H, N, D]``, any floating dtype and strides, as cached (after RoPE).
+        keys: ``[L, H, N, D]``, any floating dtype and strides, as cached (after RoPE); what an FP8 cache
+            stands for, in float32.
         values: ``[L, H, N, D]``.
         positions: int32 ``[L, H, N]``, logical position of each slot, ascending along N.
         layers: int64 ``[L]``, index of each layer in the whole model, not among this worker's layers.

@@ -27,7 +27,7 @@ class RaggedInput:
     R is the number of requests, L of layers, H of KV heads. Slots may be in any order, `positions` tells which.
 
     Attributes:
-        layers: the caches; keys after RoPE, as cached.
+        layers: the caches; keys after RoPE, as cached, so FP8 still to be multiplied with ``layers.scales``.
         batch: the requests; ragged arrays are ``[L, H, batch.total]``.
         positions: int32 ``[L, num_blocks, H, block_size]``, logical position of each slot of these requests.
         layer_ids: int64 ``[L]``, index of each layer in the whole model, not among this worker's layers.
@@ -81,7 +81,7 @@ def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreI
         for start in range(0, layers.num_layers, group):
             stop = min(start + group, layers.num_layers)
             where, order = x.positions[start:stop, blocks, :, slots % size].permute(1, 2, 0).sort(dim=-1)
-            rows = torch.stack([layers.rows(layer, table, length) for layer in range(start, stop)])
+            rows = torch.stack([layers.numbers(layer, table, length) for layer in range(start, stop)])
             rows = rows.gather(2, order.unsqueeze(-1).expand_as(rows))
             keys, values = rows[..., : layers.head_dim], rows[..., layers.head_dim :]
             found = call(

@@ -25,6 +25,7 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float,
     nitro_visibility: Visibility,
+    nitro_cached_as: torch.dtype | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention from the definition, ``softmax(Q Kᵀ · scaling + mask) V``, with a mask per layer and query head.
@@ -37,18 +38,27 @@ def _attend(
         attention_mask: transformers' own mask; none is built for this implementation.
         scaling: factor of the scores.
         nitro_visibility: the masks.
+        nitro_cached_as: FP8 dtype to which all three are rounded, or None.
 
     Returns:
         ``[1, T, num_heads, head_dim]``, and no attention weights.
     """
     assert attention_mask is None
     assert isinstance(module.layer_idx, int)
+    if nitro_cached_as is not None:
+        query, key, value = (_rounded(x, nitro_cached_as) for x in (query, key, value))
     group = query.shape[1] // key.shape[1]
     visible = torch.from_numpy(nitro_visibility.mask(module.layer_idx)).to(query.device)
     scores = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
     weights = scores.masked_fill_(~visible, -math.inf).softmax(dim=-1)
     output = weights @ value.repeat_interleave(group, dim=1)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the nearest number of a dtype; beyond its largest one to that."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype).to(x.dtype)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -69,7 +79,14 @@ def _oracle_attention(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def masked_logits(model: PreTrainedModel, token_ids: Sequence[int], visibility: Visibility, first: int = 0) -> Tensor:
+def masked_logits(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    visibility: Visibility,
+    first: int = 0,
+    *,
+    cached_as: torch.dtype | None = None,
+) -> Tensor:
     """The model's logits in one pass under a mask.
 
     Args:
@@ -77,6 +94,8 @@ def masked_logits(model: PreTrainedModel, token_ids: Sequence[int], visibility: 
         token_ids: T token ids.
         visibility: the masks, of length T.
         first: position of the first query whose logits are wanted; the vocabulary may be large.
+        cached_as: FP8 dtype to which keys (after RoPE) and values are rounded, as a cache of that dtype holds them
+            with scales of 1; queries, too, since vLLM's attention multiplies FP8 with FP8.
 
     Returns:
         fp32 ``[T - first, vocab]`` on the CPU: row i predicts the token at position ``first + i + 1``.
@@ -92,7 +111,8 @@ def masked_logits(model: PreTrainedModel, token_ids: Sequence[int], visibility: 
         raise ValueError(f"{len(token_ids)} token ids for a mask of {visibility.length}")
     ids = torch.tensor([list(token_ids)], device=model.device)
     wanted = torch.arange(first, len(token_ids), device=model.device)
+    ours = {"nitro_visibility": visibility, "nitro_cached_as": cached_as}
     with torch.inference_mode(), _oracle_attention(model):
-        output = model(input_ids=ids, use_cache=False, logits_to_keep=wanted, nitro_visibility=visibility)
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=wanted, **ours)
     logits: Tensor = output.logits[0].cpu()
     return logits

@@ -22,6 +22,7 @@ from nitro.testing.oracle import Generated, Report, check_recording
 from nitro.testing.recording import Recording
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 Mode = Literal["in-process", "multi-process", "tp2"]
@@ -236,6 +237,7 @@ def run_cell(
     policy: str,
     seed: int = 0,
     prompts: list[list[int]] | None = None,
+    cached_as: torch.dtype | None = None,
 ) -> Outcome:
     """Run a scenario's requests under a policy on a running engine, and hold the result against the oracle.
 
@@ -246,6 +248,7 @@ def run_cell(
         policy: Nitro's, from now on.
         seed: of the prompts.
         prompts: token ids, instead of the scenario's random ones.
+        cached_as: the FP8 dtype of the engine's cache, if it is one.
     """
     from vllm import SamplingParams
 
@@ -270,7 +273,7 @@ def run_cell(
     outputs = [out for w in waves if inputs[w] for out in llm.generate(inputs[w], sampling[w], use_tqdm=False)]
     recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
     generated = [Generated.from_vllm(out) for out in outputs]
-    report = check_recording(reference, recording, generated)
+    report = check_recording(reference, recording, generated, cached_as=cached_as)
     lengths = {recording.internal_id(g.request_id): len(g.prompt_ids) for g in generated}
     pool_whole = bool(llm.reset_prefix_cache())  # refused while anybody holds a block
     # Workers hear of finished requests with the next step, so let there be one.

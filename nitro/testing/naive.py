@@ -82,12 +82,22 @@ class NaiveDecoder:
         slack: a request is evicted down to `keep` before a step when it holds ``keep + slack`` tokens or more.
         chunk: prompt tokens computed in one step.
         tp: tensor-parallel ranks to simulate.
+        cached_as: dtype of cached keys and values, and of the queries that meet them; their own by default.
     """
 
     def __init__(
-        self, model: PreTrainedModel, rule: EvictionRule, *, keep: int, slack: int, chunk: int, tp: int = 1
+        self,
+        model: PreTrainedModel,
+        rule: EvictionRule,
+        *,
+        keep: int,
+        slack: int,
+        chunk: int,
+        tp: int = 1,
+        cached_as: torch.dtype = torch.float32,
     ) -> None:
         config = model.config
+        self.cached_as = cached_as
         self.model, self.rule, self.keep, self.slack, self.chunk, self.tp = model, rule, keep, slack, chunk, tp
         self.heads, self.kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
         self.dim = model.model.layers[0].self_attn.head_dim
@@ -163,9 +173,10 @@ class NaiveDecoder:
             position = start + token
             for head in range(self.kv_heads):
                 entries = self._cache[index, rank, head]
-                entries.append((position, self._rotate(keys[token, head], position), values[token, head]))
+                key, value = self._rotate(keys[token, head], position), values[token, head]
+                entries.append((position, key.to(self.cached_as).float(), value.to(self.cached_as).float()))
                 group = slice(head * self.heads // self.kv_heads, (head + 1) * self.heads // self.kv_heads)
-                query = self._rotate(queries[token, group], position)
+                query = self._rotate(queries[token, group], position).to(self.cached_as).float()
                 scores = query @ torch.stack([entry[1] for entry in entries]).T / math.sqrt(self.dim)
                 output[token, group] = scores.softmax(-1) @ torch.stack([entry[2] for entry in entries])
         columns = slice(rank * self.heads * self.dim, (rank + 1) * self.heads * self.dim)

@@ -31,6 +31,7 @@ def check_request(
     *,
     request_id: str = "",
     logprobs: Sequence[float] | None = None,
+    cached_as: torch.dtype | None = None,
 ) -> Report:
     """Compares one request's greedily generated tokens with the oracle's, and with full attention's.
 
@@ -45,6 +46,7 @@ def check_request(
         run_starts: per run, the number of tokens known when it started.
         request_id: named in mismatches.
         logprobs: the engine's log-probabilities of `output_ids`, compared when given.
+        cached_as: the FP8 dtype of the engine's cache, if it is one (see `masked_logits`).
 
     Raises:
         IntegrityError: the records contradict each other (see `check_records`).
@@ -65,7 +67,7 @@ def check_request(
         return report
     tokens = [*prompt_ids, *output_ids]
     plain = Visibility((), total - 1, config.num_attention_heads, kv_heads)
-    full = masked_logits(model, tokens[:-1], plain, first=prompt - 1)
+    full = masked_logits(model, tokens[:-1], plain, first=prompt - 1, cached_as=cached_as)
     runs = runs_of(range(prompt, total), run_starts)
     for run in sorted(set(runs)):
         start, stop = prompt + runs.index(run), prompt + len(runs) - runs[::-1].index(run)
@@ -76,7 +78,7 @@ def check_request(
         if visibility.first_eviction == visibility.length:
             logits = full_logits
         else:
-            logits = masked_logits(model, tokens[: stop - 1], visibility, first=start - 1)
+            logits = masked_logits(model, tokens[: stop - 1], visibility, first=start - 1, cached_as=cached_as)
         answers = torch.tensor(tokens[start:stop])
         after_eviction = max(0, stop - 1 - max(visibility.first_eviction, start - 1))
         mine = None if logprobs is None else torch.tensor(logprobs[start - prompt : stop - prompt])
@@ -108,7 +110,13 @@ def _compare(
     )
 
 
-def check_recording(model: PreTrainedModel, recording: Recording, outputs: Iterable[Generated]) -> Report:
+def check_recording(
+    model: PreTrainedModel,
+    recording: Recording,
+    outputs: Iterable[Generated],
+    *,
+    cached_as: torch.dtype | None = None,
+) -> Report:
     """Checks every request of a run of an engine; see `check_request`."""
     report = Report()
     for output in outputs:
@@ -121,5 +129,6 @@ def check_recording(model: PreTrainedModel, recording: Recording, outputs: Itera
             starts,
             request_id=output.request_id,
             logprobs=output.logprobs,
+            cached_as=cached_as,
         )
     return report

@@ -7,24 +7,29 @@ from typing import Any
 import compactor_cases as cases
 import paged_cases
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nitro.kernel_compactor import KernelCompactor
+from nitro.kernels.fp8 import FP8
 
 pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, *FP8)
 
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
 @settings(max_examples=10)
-@given(seed=st.integers(0, 2**31))
-def test_histories(policy: str, seed: int) -> None:
-    cases.check_history(policy, seed=seed, device="cuda")
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES))
+def test_histories(policy: str, seed: int, dtype: torch.dtype) -> None:
+    cases.check_history(policy, seed=seed, device="cuda", dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("policy", cases.POLICIES)
-def test_the_best_stay(policy: str) -> None:
-    cases.check_choice(policy, device="cuda")
+def test_the_best_stay(policy: str, dtype: torch.dtype) -> None:
+    cases.check_choice(policy, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
@@ -51,8 +56,11 @@ def test_counting_does_not_wait_for_the_device(policy: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
 @pytest.mark.parametrize("grown", [2, 20], ids=["window-moved", "window-in-place"])
-def test_an_eviction_does_not_wait_for_the_device(policy: str, grown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = cases.World("kernel", policy, device="cuda")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_eviction_does_not_wait_for_the_device(
+    policy: str, grown: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = cases.World("kernel", policy, device="cuda", dtype=dtype)
     world.grow("x", 50)
     world.grow("y", 30)
     world.evict({"x": 30, "y": 20})

@@ -20,6 +20,7 @@ import pytest
 import torch
 from faulty_bridge import FaultyProducer
 
+from nitro.integration.vllm import compat
 from nitro.testing import matrix, models, storm
 from nitro.testing.report import Report
 
@@ -39,6 +40,13 @@ FP32_NOISE = 0.2
 # four of five tokens differ between full attention and an evicted cache.
 BF16_MISMATCHES = 0.12
 BF16_MEAN_LOGPROB_ERROR = 0.12
+# With an FP8 cache the oracle rounds queries, keys and values, as the engine does. What the engine rounds beside them
+# are the weights of values, to 4 bits; and where K or V are in bf16 before, some become the next FP8 number. These
+# bounds are generous guesses, to be set near what is measured on a GPU.
+FP8_MISMATCHES = 0.4
+FP8_MEAN_LOGPROB_ERROR = 0.6
+FP8_EXCESS = 0.04  # of the share of mismatches, over that without evictions: of some 2,000 tokens, three deviations
+FP8_SCENARIOS = ("tight", "all")
 BF16_SCENARIOS = ("prefix", "chunked", "tight", "all")
 BF16_POLICIES = ("streaming", "keydiff", "gravity", "random")
 
@@ -126,6 +134,50 @@ def test_noise_floor(tmp_path: Path, runner: Any, dtype: str, backend: str) -> N
         assert report.max_logprob_error < FP32_NOISE
     else:
         assert not _excess(report)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "graphs"),
+    [
+        ("float32", "TRITON_ATTN", "eager"),
+        ("bfloat16", "TRITON_ATTN", "full"),
+        ("bfloat16", "FLASH_ATTN", "full"),
+        ("bfloat16", "FLASH_ATTN", "eager"),
+    ],
+)
+def test_fp8_cache(
+    tmp_path: Path, runner: Any, dtype: str, backend: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evictions from an FP8 cache add nothing to what differs without them."""
+    monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
+    if torch.cuda.get_device_capability() < ((9, 0) if backend == "FLASH_ATTN" else (8, 9)):
+        pytest.skip(f"{backend} has no FP8 cache on this GPU")
+    options = {"attention_backend": backend, "kv_cache_dtype": "fp8", **GRAPHS[graphs]}
+    reports, faults = {"without evictions": Report(), "with evictions": Report()}, {}
+    for name in FP8_SCENARIOS:
+        for label, scenario, chosen in (
+            ("without evictions", matrix.variant(matrix.SCENARIOS[name], budget=480), ("keydiff",)),
+            ("with evictions", matrix.SCENARIOS[name], matrix.POLICIES),
+        ):
+            with tiny(tmp_path, scenario, getattr(torch, dtype), runner, **options) as (llm, reference):
+                for policy in chosen:
+                    outcome = matrix.run_cell(llm, reference, scenario, policy, cached_as=torch.float8_e4m3fn)
+                    print(f"CELL fp8 {dtype} {runner} {backend} {name} {graphs} {label} {policy}: {outcome.report}")
+                    reports[label] += outcome.report
+                    if label == "with evictions" and (
+                        found := outcome.faults(scenario, tie=math.inf, logprob_error=math.inf)
+                    ):
+                        faults[name, policy] = found
+    assert not faults
+    floor, evicted = reports.values()
+    assert floor.evictions == 0 < evicted.evictions
+    shares = [len(report.mismatches) / report.tokens_compared for report in (floor, evicted)]
+    assert max(shares) < FP8_MISMATCHES, shares
+    assert shares[1] < shares[0] + FP8_EXCESS, shares
+    errors = [report.mean_logprob_error for report in (floor, evicted)]
+    assert max(errors) < FP8_MEAN_LOGPROB_ERROR, errors
+    # Full attention would have said something else: what would differ if the wrong tokens were kept.
+    assert evicted.differs_from_full > 2 * len(evicted.mismatches)
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nitro.kernels import _moves, compact, select
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 
@@ -93,11 +94,13 @@ def make_setup(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = 
     size = shape.block_size
     blocks, kept_blocks = -(-shape.length // size), -(-shape.keep // size)
     num_blocks = shape.requests * (blocks + kept_blocks)
-    offsets = 2 * torch.randn(shape.heads, 2 * shape.head_dim, dtype=dtype, device=device)
+    drawn = torch.bfloat16 if dtype in FP8 else dtype
+    offsets = 2 * torch.randn(shape.heads, 2 * shape.head_dim, dtype=drawn, device=device)
     caches = [
-        torch.empty(num_blocks, size, shape.heads, 2 * shape.head_dim, dtype=dtype, device=device)
+        torch.empty(num_blocks, size, shape.heads, 2 * shape.head_dim, dtype=drawn, device=device)
         .normal_()
         .add_(offsets)
+        .to(dtype)
         .transpose(1, 2)
         for _ in range(shape.layers)
     ]

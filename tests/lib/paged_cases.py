@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("hnd", "nhd", "odd", "strided")
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)

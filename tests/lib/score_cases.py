@@ -16,10 +16,12 @@ from wide_checks import WIDE_STRIDES, wide_batch
 
 from nitro import policies
 from nitro.kernels import score
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 from nitro.policies.base import ScoreInput
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of cosines and sines
+DTYPES = (*TABLE_DTYPES, *FP8)
 SEED, MODEL_LAYERS, MODEL_HEADS = 0x1234_5678_9ABC, 5, 3  # the first layer and head of this worker
 
 shapes = st.builds(
@@ -38,7 +40,7 @@ class Request:
     """One request as a policy sees it: tokens in logical order, and the slots that hold them."""
 
     key: int  # unsigned 64-bit
-    keys: torch.Tensor  # [L, H, N, D] in the cache's dtype
+    keys: torch.Tensor  # [L, H, N, D] in the cache's dtype, or what its FP8 numbers stand for in float32
     values: torch.Tensor
     positions: torch.Tensor  # int32 [L, H, N], ascending
     slots: torch.Tensor  # int64 [L, H, N]
@@ -125,15 +127,21 @@ def make_case(
     tables = [[next(free) for _ in range(need)] for need in needs]
     elements = {"odd": 2 * size * (2 * dim + 1), "strided": size * 4 * dim}
     count = num_blocks * shape.num_heads * elements.get(shape.layout, size * 2 * dim)
-    memory = torch.full((shape.num_layers, count), torch.nan, dtype=shape.dtype, device=device)
+    memory = torch.full((shape.num_layers, count), torch.nan, device=device).to(shape.dtype)
+    # Any scales, so that what depends on them shows; of a size that lets values remain far from float32's bounds.
+    scales = None
+    if shape.dtype in FP8:
+        scales = torch.rand(shape.num_layers, 2, shape.num_heads, generator=generator) + 0.05
+        factors = scales.transpose(1, 2).repeat_interleave(dim, dim=-1).unsqueeze(2)
     caches = [cache_view(shape, whole.view(torch.int8)) for whole in memory]
     positions = torch.full((shape.num_layers, num_blocks, shape.num_heads, size), -(2**30), dtype=torch.int32)
     offsets = offset * torch.randn(*lead, 1, 2 * dim, generator=generator)
 
-    requests = []
+    requests: list[Request] = []
+    stored: list[torch.Tensor] = []
     for number, length in enumerate(lengths):
         rows = (torch.randn(*lead, length, 2 * dim, generator=generator) + offsets).to(shape.dtype)
-        _spoil(rows, rng, bad, dim)
+        rows = _spoiled(rows, rng, bad, dim)
         logical_length = length + (length // 2 if moved else 0)
         where = np.broadcast_to(np.arange(length), (*lead, length))
         slots = torch.from_numpy(where.copy())
@@ -142,12 +150,13 @@ def make_case(
             slots = torch.from_numpy(rng.random((*lead, length)).argsort(-1))
         if share and number and min(length, lengths[0]) >= size:
             tables[number][0] = tables[0][0]
-            first = requests[0]
-            rows[:, :, :size] = torch.cat([first.keys, first.values], -1)[:, :, :size]
+            rows[:, :, :size] = stored[0][:, :, :size]
+        stored.append(rows)
+        stood_for = rows if scales is None else rows.float() * factors
         request = Request(
             key=int(rng.integers(0, 2**64, dtype=np.uint64)),
-            keys=rows[..., :dim],
-            values=rows[..., dim:],
+            keys=stood_for[..., :dim],
+            values=stood_for[..., dim:],
             positions=torch.from_numpy(where.astype(np.int32)),
             slots=slots,
             logical_length=logical_length,
@@ -161,7 +170,7 @@ def make_case(
     states = [score.random_state(SEED, request.key) for request in requests]
     return Case(
         shape=shape,
-        layers=PagedLayers.of(caches),
+        layers=PagedLayers.of(caches, None if scales is None else scales.to(device)),
         batch=batch,
         positions=positions.to(device),
         order=order.to(device),
@@ -173,10 +182,12 @@ def make_case(
     )
 
 
-def _spoil(rows: torch.Tensor, rng: np.random.Generator, share: float, dim: int) -> None:
+def _spoiled(rows: torch.Tensor, rng: np.random.Generator, share: float, dim: int) -> torch.Tensor:
     worst = [np.nan, np.inf, -np.inf]
+    spoilt = rows.float()
     for index in np.argwhere(rng.random(rows.shape[:3]) < share).tolist():
-        rows[(*index, int(rng.integers(2 * dim)))] = rng.choice(worst)
+        spoilt[(*index, int(rng.integers(2 * dim)))] = rng.choice(worst)
+    return spoilt.to(rows.dtype)
 
 
 def _write(

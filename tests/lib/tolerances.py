@@ -16,7 +16,7 @@ class Bounds(NamedTuple):
 
 EXACT = Bounds(0.0, 0.0)
 _SUM = Bounds(2e-6, 5e-7)  # a few sums of a hundred float32 terms
-_LOW, _WIDE = (torch.float16, torch.bfloat16), torch.float32
+_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
 
 # Caches are upcast before anything is computed, so their dtype matters only where cancellation uncovers their rounding.
 _TABLE: dict[tuple[str, torch.dtype], Bounds] = {
@@ -35,11 +35,11 @@ _TABLE: dict[tuple[str, torch.dtype], Bounds] = {
         "rank_sum": Bounds(3e-7, 1e-7),
         "zscore_sum": Bounds(2e-5, 4e-6),
     }.items()
-    for dtype in (*_LOW, _WIDE)
+    for dtype in _DTYPES
 } | {
     # A token next to one of the window: its distance is the difference of numbers a hundred times as large.
     ("gravity", dtype): Bounds(1e-3, 1e-4)
-    for dtype in (*_LOW, _WIDE)
+    for dtype in _DTYPES
 }
 
 

@@ -42,7 +42,7 @@ def norm_write_kernel(
     # Both loads are in flight together: rows that are not written are loaded, too, which is cheaper than to wait.
     slot = tl.load(slot_mapping + token, mask=exists, other=-1)
     offset = token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
-    score = _slot_score(load_rows(x, offset, exists, stride_dim, D, WIDTH), SIGN)
+    score = _slot_score(load_rows(x, offset, exists, stride_dim, x.dtype.element_ty, D, WIDTH), SIGN)
     tl.store(scores + _score_index(slot, head, H, BLOCK_SIZE), score, mask=slot >= 0)
 
 

@@ -113,6 +113,17 @@ class TestAgainstNaiveDecoder:
         logits = masked_logits(model, [*prompt, *result.output_ids[:-1]], visibility, first=59)
         torch.testing.assert_close(logits, result.logits, rtol=0, atol=LOGIT_ATOL)
 
+    @pytest.mark.parametrize("cached_as", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+    def test_fp8_cache(self, tiny: Loader, cached_as: torch.dtype) -> None:
+        # Sums in another order now and then round to another FP8 number: some logits differ by what that makes.
+        model, prompt = tiny("llama", 2), prompt_of(60)
+        decoder = NaiveDecoder(model, SCATTERED, keep=16, slack=8, chunk=10, cached_as=cached_as)
+        result = decoder.generate(prompt, 48)
+        rounded, plain = check(model, prompt, result, cached_as=cached_as), check(model, prompt, result)
+        assert len(rounded.mismatches) <= 1
+        assert rounded.mean_logprob_error < 0.1 * plain.mean_logprob_error
+        assert rounded.differs_from_full > 24
+
     def test_heads_and_replicas_keep_different_tokens(self, tiny: Loader) -> None:
         # Otherwise the tests above would pass with one mask for all heads.
         decoder = NaiveDecoder(tiny("llama", 2), scattered(7, 2, 6), keep=16, slack=8, chunk=64, tp=4)

@@ -16,6 +16,7 @@ from nitro.dense_compactor import DenseCompactor
 from nitro.errors import UnsupportedError
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.answers import Answers
+from nitro.integration.vllm.fp8 import as_numbers, scales_of
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
@@ -72,28 +73,39 @@ def _compactor(
     heads: list[int],
     settings: Settings,
     longest: int,
+    scales: Tensor | None,
 ) -> Compactor:
     """Return the compactor for these caches: with kernels where they can be used, otherwise in PyTorch.
 
     Args:
-        caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]`` each.
+        caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]`` each, as numbers.
         places: what ``probe`` found of each.
         layers: their global layer indices.
         heads: global indices of this worker's KV heads.
         settings: Nitro's.
         longest: most slots of a request.
+        scales: of FP8 caches, ``[num_layers, 2, num_kv_heads]``.
+
+    Raises:
+        UnsupportedError: the caches are FP8, and there are no kernels for them.
     """
     policy = policies.get(settings.policy, **settings.policy_options)
     bounds = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
     head_dim = caches[0].shape[3] // 2
     usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
-    if caches[0].device.type == "cuda":
-        if usual:
-            paged = PagedLayers.of(caches)
-            counts = settings.threshold is not None
-            return KernelCompactor(
-                paged, layers, heads, policy, longest=longest, counts=counts, stable_id=stable_id, **bounds
-            )
+    on_gpu = caches[0].device.type == "cuda"
+    if on_gpu and usual:
+        paged = PagedLayers.of(caches, scales)
+        counts = settings.threshold is not None
+        return KernelCompactor(
+            paged, layers, heads, policy, longest=longest, counts=counts, stable_id=stable_id, **bounds
+        )
+    if scales is not None:
+        raise UnsupportedError(
+            f"Nitro has no kernels for this FP8 cache (on {caches[0].device}, head dimension {head_dim}, or the layout "
+            "of the attention backend); use another --attention-backend, or --kv-cache-dtype auto"
+        )
+    if on_gpu:
         logger.warning(
             "Nitro has no kernels for this cache (dtype %s, head dimension %d, or the layout of the attention backend) "
             "and evicts in PyTorch, which waits for the GPU, one request after the other: expect it to be slow, or try "
@@ -122,15 +134,16 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
     names = sorted(group.layer_names, key=extract_layer_index)
     caches: list[Tensor] = []
     places = []
-    for layer in _attention_layers(runner, names):
+    attention = _attention_layers(runner, names)
+    for layer in attention:
         kv = layer.kv_cache[0] if isinstance(layer.kv_cache, (list, tuple)) else layer.kv_cache
         if kv.shape[0] != runner.kv_cache_config.num_blocks or kv.shape[2] != group.kv_cache_spec.block_size:
             raise UnsupportedError(
                 f"the attention backend splits blocks of {group.kv_cache_spec.block_size} tokens into "
                 f"{kv.shape[2]}; set --block-size {kv.shape[2]}"
             )
-        caches.append(kv)
-        places.append(probe(layer, kv))
+        caches.append(as_numbers(layer, kv))
+        places.append(probe(layer, kv, runner.model_config.dtype))
     total = runner.model_config.get_total_num_kv_heads()
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     compactor = _compactor(
@@ -140,6 +153,7 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
         heads=local_heads(total, rank, size),
         settings=settings,
         longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
+        scales=scales_of(attention, caches[0]),
     )
     # Counts are those of rank 0, or the ranks would have to agree first.
     if settings.threshold is None or rank:

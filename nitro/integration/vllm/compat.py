@@ -15,6 +15,8 @@ TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 """By device type; see docs/benchmarks.md for what was run."""
 TESTED_V2_MINORS: tuple[str, ...] = ("0.26",)
 """Those whose V2 model runner (the default on GPUs) was tested."""
+TESTED_FP8_MINORS: tuple[str, ...] = ()
+"""Those on which FP8 KV caches were tested: none yet."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
@@ -61,6 +63,17 @@ def untested_v2_reason(version: str) -> str | None:
     return (
         f"the V2 model runner of vLLM {version} was never tested with Nitro (tested: "
         f"{', '.join(TESTED_V2_MINORS) or 'none'}): set VLLM_USE_V2_MODEL_RUNNER=0, or {ALLOW_UNTESTED}=1 to try it at "
+        "your own risk"
+    )
+
+
+def untested_fp8_reason(version: str) -> str | None:
+    """Say why this vLLM's FP8 KV caches are refused, or return None if they are served."""
+    if minor_of(version) in TESTED_FP8_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    return (
+        f"FP8 KV caches of vLLM {version} were never tested with Nitro on a GPU (tested: "
+        f"{', '.join(TESTED_FP8_MINORS) or 'none'}): use --kv-cache-dtype auto, or set {ALLOW_UNTESTED}=1 to try it at "
         "your own risk"
     )
 

@@ -13,55 +13,64 @@ import torch
 from torch import Tensor
 
 from nitro.errors import UnsupportedError
+from nitro.integration.vllm.fp8 import as_numbers, scales_of
 
-_DIGIT = 128  # digits up to 127 are exact in every float type vLLM caches, bf16 (8 bits of mantissa) included
+_DIGIT = 128  # digits up to 127 are exact in every other float type vLLM caches, bf16 (8 bits of mantissa) included
+_FP8_DIGIT = 8  # e5m2 has 3 bits of mantissa
 
 
-def _encode(count: int) -> list[Tensor]:
-    """Return the numbers 0 .. count-1 as base-128 digits, least significant first."""
+def _encode(count: int, base: int) -> list[Tensor]:
+    """Return the numbers 0 .. count-1 as digits, least significant first."""
     numbers = torch.arange(count)
     digits = []
     while True:
-        digits.append(numbers % _DIGIT)
-        numbers = numbers // _DIGIT
+        digits.append(numbers % base)
+        numbers = numbers // base
         if not numbers.any():
             return digits
 
 
-def probe(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+def probe(layer: Any, kv_cache: Tensor, model_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return where K and V of one (block, KV head) lie, as int64 ``[block_size * head_dim]`` offsets each.
 
     Args:
         layer: vLLM's attention layer; its backend's ``do_kv_cache_update`` does the writing.
         kv_cache: the layer's cache, logically ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+        model_dtype: of K and V before they are cached, if the cache is FP8; otherwise they have the cache's.
 
     Raises:
-        UnsupportedError: the backend does more than permuting, e.g. it quantises.
+        UnsupportedError: the backend does more than permuting, and dividing by the scales of FP8.
     """
     _, heads, block_size, width = kv_cache.shape
     head_dim = width // 2
     scratch = torch.zeros((2, *kv_cache.shape[1:]), dtype=kv_cache.dtype, device=kv_cache.device)
     if kv_cache.stride(1) < kv_cache.stride(2):  # slots before heads in memory: the scratch must look the same
         scratch = scratch.transpose(1, 2).contiguous().transpose(1, 2)
+    numbers = as_numbers(layer, scratch)
+    scales = scales_of([layer], numbers)
+    base, written_dtype = (_DIGIT, kv_cache.dtype) if scales is None else (_FP8_DIGIT, model_dtype)
     slots = torch.arange(block_size, dtype=torch.int64, device=kv_cache.device)  # all of block 0
     offsets = torch.arange(block_size * width, device=kv_cache.device)
+
+    def stored(x: Tensor, which: int) -> Tensor:
+        """Write ``x``, which broadcasts to ``[block_size, heads, head_dim]``, as K (0) or V (1); return block 0."""
+        filled = x.to(kv_cache.device, torch.float32).expand(block_size, heads, head_dim)
+        if scales is not None:
+            filled = filled * scales[0, which, :, None]
+        filled = filled.to(written_dtype).contiguous()
+        pair = [torch.zeros_like(filled), torch.zeros_like(filled)]
+        pair[which] = filled
+        scratch.zero_()
+        layer.impl.do_kv_cache_update(layer, pair[0], pair[1], scratch, slots)
+        return numbers[0, 0].float().reshape(-1)
+
     found = []
     for which in range(2):
         number = torch.zeros(block_size * width, dtype=torch.int64, device=kv_cache.device)
-        for power, digit in enumerate(_encode(block_size * head_dim)):
-            scratch.zero_()
-            filled = digit.view(block_size, 1, head_dim).expand(-1, heads, -1).to(kv_cache).contiguous()
-            pair = [torch.zeros_like(filled), torch.zeros_like(filled)]
-            pair[which] = filled
-            layer.impl.do_kv_cache_update(layer, pair[0], pair[1], scratch, slots)
-            number += scratch[0, 0].reshape(-1).round().to(torch.int64) * _DIGIT**power
+        for power, digit in enumerate(_encode(block_size * head_dim, base)):
+            number += stored(digit.view(block_size, 1, head_dim), which).round().to(torch.int64) * base**power
         # Mark every element of K (or V) once more with ones, to tell the element 0 from elements never written.
-        scratch.zero_()
-        ones = torch.ones(block_size, heads, head_dim, dtype=kv_cache.dtype, device=kv_cache.device)
-        pair = [torch.zeros_like(ones), torch.zeros_like(ones)]
-        pair[which] = ones
-        layer.impl.do_kv_cache_update(layer, pair[0], pair[1], scratch, slots)
-        written = offsets[scratch[0, 0].reshape(-1) == 1]
+        written = offsets[stored(torch.ones(1), which) == 1]
         place = torch.full((block_size * head_dim,), -1, dtype=torch.int64, device=kv_cache.device)
         if written.numel() == place.numel():
             place[number[written].clamp(0, place.numel() - 1)] = written
@@ -69,7 +78,7 @@ def probe(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.cat(found)
     if not torch.equal(both.sort().values, offsets):
         raise UnsupportedError(
-            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {kv_cache.dtype} as "
+            f"the attention backend {type(layer.impl).__name__} does not store K and V of dtype {numbers.dtype} as "
             "they are (or in a layout that Nitro does not understand); use another --attention-backend or an "
             "unquantised cache"
         )

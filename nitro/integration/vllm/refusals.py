@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ALIBI_ARCHITECTURES = {"BloomForCausalLM", "JAISLMHeadModel", "Step1ForCausalLM"}
-QUANTISED_KV = ("fp8", "int8", "int4", "nvfp4", "turboquant")
+UNQUANTISED_KV = {"auto", "float", "float32", "half", "float16", "bfloat16"}
 
 
 def _get(config: object, *names: str) -> Any:
@@ -100,15 +100,41 @@ def feature_reasons(config: VllmConfig) -> Iterator[str]:
         )
     if parallel.enable_dbo:
         yield "dual-batch overlap was never tested with eviction; drop --enable-dbo"
-    dtype = str(cache.cache_dtype)
-    if dtype.startswith(QUANTISED_KV) or "fp8" in dtype:
-        yield f"quantised KV cache ({dtype}): scoring through scales is not supported yet; use --kv-cache-dtype auto"
+    yield from _quantisation_reasons(config)
     if _get(cache, "kv_sharing_fast_prefill"):
         yield "--kv-sharing-fast-prefill skips layers that eviction must see; drop it"
     if _get(config.model_config, "enable_sleep_mode"):
         yield "sleep mode discards what Nitro keeps beside the cache; drop --enable-sleep-mode"
     if _get(config.model_config, "enable_return_routed_experts"):
         yield "--enable-return-routed-experts indexes by slot, which eviction changes; drop it"
+
+
+def _quantisation_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield why a quantised KV cache cannot be served. FP8 can, on GPUs, with scales that stay as they are."""
+    from nitro.integration.vllm.compat import untested_fp8_reason, vllm_version
+    from nitro.integration.vllm.fp8 import FP8_KV
+
+    cache = config.cache_config
+    dtype = str(cache.cache_dtype)
+    if dtype in UNQUANTISED_KV:
+        return
+    if dtype not in FP8_KV:
+        yield (
+            f"KV cache of dtype {dtype}: of quantised caches Nitro only reads FP8 with a scale for each layer or KV "
+            "head; use --kv-cache-dtype fp8, or auto"
+        )
+        return
+    if str(config.device_config.device_type) == "cpu":
+        yield f"KV cache of dtype {dtype} on a CPU: Nitro reads FP8 on GPUs only; use --kv-cache-dtype auto"
+    elif untested := untested_fp8_reason(vllm_version()):
+        yield untested
+    if skipped := _get(cache, "kv_cache_dtype_skip_layers"):
+        yield (
+            f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}: Nitro needs caches of one dtype in all "
+            "layers; drop it, or use --kv-cache-dtype auto"
+        )
+    if _get(cache, "calculate_kv_scales"):
+        yield "--calculate-kv-scales may change scales that Nitro has read already; drop it, as vLLM recommends"
 
 
 def platform_reasons(config: VllmConfig) -> Iterator[str]:

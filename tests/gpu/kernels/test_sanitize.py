@@ -27,6 +27,7 @@ STITCH_SHAPES = [
 SCORE_SHAPES = [
     score_cases.Shape(2, 2, 16, 64, torch.bfloat16, "nhd"),
     score_cases.Shape(1, 2, 8, 80, torch.float32, "odd"),
+    score_cases.Shape(1, 2, 16, 128, torch.float8_e4m3fn, "nhd"),
 ]
 
 

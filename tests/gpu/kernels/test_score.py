@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import fp8_cases
 import numpy as np
 import pytest
 import score_cases as cases
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from paged_cases import no_synchronisation
 
 from nitro.kernels import score, score_combine
+from nitro.kernels.fp8 import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +27,10 @@ SHAPES = [
     cases.Shape(2, 1, 128, 256, torch.float32, "nhd"),
     cases.Shape(2, 2, 8, 32, torch.float32, "odd"),
     cases.Shape(1, 2, 7, 64, torch.bfloat16, "strided"),
+    cases.Shape(1, 8, 16, 128, torch.float8_e4m3fn, "hnd"),
+    cases.Shape(2, 2, 32, 64, torch.float8_e4m3fn, "nhd"),
+    cases.Shape(1, 2, 16, 256, torch.float8_e5m2, "nhd"),
+    cases.Shape(2, 2, 8, 80, torch.float8_e5m2, "odd"),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 CHECKS: dict[str, cases.Check] = {
@@ -48,6 +54,17 @@ checks = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 @given(data=st.data())
 def test_any_batch(shape: cases.Shape, check: cases.Check, data: st.DataObject) -> None:
     check(data.draw(cases.cases(longest=400, most=5, device="cuda", shape=shape)))
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_every_fp8_number_is_read_for_what_it_is(dtype: torch.dtype, stride: int) -> None:
+    fp8_cases.check_numbers(dtype, stride, "cuda")
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_scales_of_fp8(dtype: torch.dtype) -> None:
+    fp8_cases.check_scales(dtype, "cuda")
 
 
 @pytest.mark.parametrize("lag", [128, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,11 @@ def test_a_plain_model_is_served(config: Any) -> None:
         ("", {"kv_transfer_config": object()}, "drop --kv-transfer-config"),
         ("", {"ec_transfer_config": object()}, "drop --ec-transfer-config"),
         ("cache_config", {"kv_offloading_size": 4.0}, "--kv-offloading-size"),
-        ("cache_config", {"cache_dtype": "fp8_e4m3"}, "use --kv-cache-dtype auto"),
+        ("cache_config", {"cache_dtype": "fp8_e4m3"}, "on a CPU: Nitro reads FP8 on GPUs only"),
+        *(
+            ("cache_config", {"cache_dtype": dtype}, f"dtype {dtype}: of quantised caches Nitro only reads FP8")
+            for dtype in ("fp8_per_token_head", "fp8_ds_mla", "fp8_inc", "int8_per_token_head", "nvfp4")
+        ),
         ("cache_config", {"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),
@@ -117,7 +122,40 @@ def test_all_reasons_are_given_at_once(tiny: Callable[[str], Path]) -> None:
             additional_config=nitro.vllm_config(budget=64),
         ).create_engine_config()
     assert "pipeline parallelism" in str(caught.value)
-    assert "quantised KV cache" in str(caught.value)
+    assert "KV cache of dtype fp8 on a CPU" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"cache_dtype": "fp8_e5m2"}, None),
+        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5: .* drop it"),
+        ({"calculate_kv_scales": True}, "--calculate-kv-scales may change scales"),
+    ],
+)
+def test_fp8_on_gpus(changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TESTED_FP8_MINORS", (compat.minor_of(compat.vllm_version()),))
+    cache = {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [], "calculate_kv_scales": False} | changes
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(**cache), device_config=SimpleNamespace(device_type="cuda")
+    )
+    found = list(refusals._quantisation_reasons(config))
+    if says is None:
+        assert not found
+    else:
+        (reason,) = found
+        assert re.search(says, reason)
+
+
+def test_fp8_is_refused_where_it_was_never_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="fp8"), device_config=SimpleNamespace(device_type="cuda")
+    )
+    (reason,) = refusals._quantisation_reasons(config)
+    assert "never tested with Nitro on a GPU" in reason
+    monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
+    assert not list(refusals._quantisation_reasons(config))
 
 
 def test_layers_that_look_at_slots_are_refused_when_the_model_is_loaded() -> None:

@@ -78,5 +78,5 @@ def test_registry_has_what_the_launchers_choose(length: int) -> None:
 
 def test_scores_are_compiled_for_every_width_and_dtype() -> None:
     kinds = {tuple(name.split("-")[-2:]) for name in NAMES if name.startswith("score-")}
-    assert {dtype for dtype, _ in kinds} >= {"fp16", "bf16", "fp32"}
+    assert {dtype for dtype, _ in kinds} >= {"fp16", "bf16", "fp32", "fp8e4nv", "fp8e5"}
     assert {width for _, width in kinds} >= {"64", "80", "96", "128", "256"}

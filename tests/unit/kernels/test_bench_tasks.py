@@ -44,6 +44,14 @@ def test_tasks_hold_what_they_promise(setup: kernel_bench.Setup, bench: Bench) -
         assert task.passes_nbytes == 0 or task.nbytes < task.passes_nbytes
 
 
+@pytest.mark.parametrize("bench", [score_bench.score_tasks, kernel_bench.stitch_tasks])
+def test_tasks_of_fp8(bench: Bench) -> None:
+    half, full = (kernel_bench.make_setup(TINY, dtype, device="cpu") for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    for task, of_bfloat16 in zip(bench(half), bench(full), strict=True):
+        task.check()
+        assert task.nbytes <= of_bfloat16.nbytes
+
+
 def test_a_check_notices_a_wrong_result(setup: kernel_bench.Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     scored = score_bench.PAGED["knorm"]
     wrong = dataclasses.replace(scored, launch=lambda x, out: scored.launch(x, out).mul_(1.001))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nitro import kernel_compactor, policies
 from nitro.errors import IntegrityError, SettingsError
+from nitro.kernels.fp8 import FP8
 from nitro.policies.base import Policy, ScoreInput
 from nitro.policies.knorm import KNorm
 from nitro.types import Eviction, StepPlan
@@ -25,14 +26,15 @@ pytestmark = interpreted
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
 @settings(max_examples=2)
-@given(seed=st.integers(0, 2**31))
-def test_histories(policy: str, seed: int) -> None:
-    cases.check_history(policy, seed=seed, steps=4)
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, *FP8]))
+def test_histories(policy: str, seed: int, dtype: torch.dtype) -> None:
+    cases.check_history(policy, seed=seed, steps=4, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *FP8], ids=str)
 @pytest.mark.parametrize("policy", cases.POLICIES)
-def test_the_best_stay(policy: str) -> None:
-    cases.check_choice(policy)
+def test_the_best_stay(policy: str, dtype: torch.dtype) -> None:
+    cases.check_choice(policy, dtype=dtype)
 
 
 @pytest.mark.parametrize("policy", cases.POLICIES)

@@ -61,7 +61,13 @@ def test_keydiff(case: cases.Case) -> None:
 
 
 @few
-@given(any_case, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(cases.DTYPES), st.sampled_from([1.0, 1.3]))
+@given(
+    any_case,
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.sampled_from(cases.TABLE_DTYPES),
+    st.sampled_from([1.0, 1.3]),
+)
 def test_keydiff_unrotated(case: cases.Case, part: int, interleaved: bool, dtype: torch.dtype, scale: float) -> None:
     rotary = case.shape.head_dim // part // 2 * 2
     cases.check_unrotated(case, rotary, interleaved=interleaved, dtype=dtype, scale=scale)
