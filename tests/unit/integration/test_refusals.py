@@ -13,7 +13,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 import nitro
-from nitro.integration.vllm import refusals
+from nitro.integration.vllm import compat, refusals
 
 Configure = Callable[..., Any]
 
