@@ -20,7 +20,7 @@ from sweep_bench import (
 pytestmark = pytest.mark.perf
 
 MOST_GROWTH = 1.5
-"""Between linear and quadratic: on the way to a million slots arrays fall out of caches, which takes longer for each."""
+"""Between linear and quadratic: towards a million slots the arrays outgrow caches, and each slot takes longer."""
 LEAST_QUADRATIC_GROWTH = 1.75
 MOST_LEDGER_MS = 0.2
 
@@ -72,10 +72,13 @@ def test_the_ledgers_part_of_a_step_at_the_essays_shape() -> None:
     ledger = EssayLedger()
     for _ in range(EssayLedger.SLACK):
         ledger.step()
-    steps = [ledger.step() for _ in range(256)]
+    medians = []  # the least of several, since other work on the machine can only lengthen them
+    for _ in range(8):
+        steps = [ledger.step() for _ in range(EssayLedger.SLACK)]
+        medians.append(1e3 * statistics.median(spent for spent, _, _ in steps))
+        evictions = statistics.fmean(count for _, count, _ in steps)
+        assert evictions == 32
     ledger.collector.check_integrity()
-    median = 1e3 * statistics.median(spent for spent, _, _ in steps)
-    evictions = statistics.fmean(count for _, count, _ in steps)
-    assert evictions == 32
+    median = min(medians)
     print(f"median {median:.3f} ms a step with {evictions:.0f} evictions")
     assert median < MOST_LEDGER_MS
