@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from nitro.collector import Collector, Committed, PoolView, TableEnds, dead_blocks
 from nitro.errors import IntegrityError
@@ -579,4 +579,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.collector.check_integrity()
 
 
-TestPoolMachine = PoolMachine.TestCase
+def test_the_ledger_lives_like_the_model() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=max(settings().max_examples, 150)))
+
+
+@pytest.mark.slow
+def test_the_ledger_lives_like_the_model_for_long() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=2000, stateful_step_count=200))

@@ -205,6 +205,8 @@ class Simulation:
         for name, count in output.num_scheduled_tokens.items():
             request, start = self.known[name], computed[name]
             assert start >= request.since
+            room = len(request.blocks) * BLOCK
+            assert start + count - request.evicted <= room, f"{name} writes beyond its {room} slots"
             for position in range(start, start + count):
                 slot = position - request.evicted
                 self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = request.stamp(position)
