@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=160)
     parser.add_argument("--slack", type=int, default=32)
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
-    parser.add_argument("--picture", type=Path, help="the block map of the first request, of the last policy")
+    parser.add_argument("--picture", type=Path, help="the first request's block map under the last policy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prompts = prompts_of(arguments.model, arguments.requests)
@@ -106,9 +106,10 @@ def main() -> None:
     stitched = max(row[mode]["most"] for row in rows.values() for mode in ("pack", "fill"))
     print(f"\nallocated / live slots over the decode steps; stitched at most {stitched:.3f}, bound {bound:.3f}")
     if arguments.picture:
-        records = lives[0][0]
-        title = f"{policy}, budget {arguments.budget}: layer 15, KV head 0 of one request, eviction {len(records)}"
-        block_map.draw(records, BLOCK, records[0].kept.shape[0] // 2, 0, title, arguments.picture)
+        first = lives[0][0][:1]
+        layer = len(first[0].kept) // 2
+        title = f"{policy}, budget {arguments.budget}: layer {layer}, KV head 0 of one request at its first eviction"
+        block_map.draw(first, BLOCK, layer, 0, title, arguments.picture)
     if arguments.json:
         arguments.json.write_text(json.dumps({"bound": bound, "policies": rows}, indent=1))
     if stitched > bound:

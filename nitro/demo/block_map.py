@@ -63,7 +63,8 @@ def draw(records: Sequence[KeepRecord], block_size: int, layer: int, head: int, 
         target: where it goes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import ListedColormap
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.figure import Figure
 
     found = maps(records, block_size, layer, head)
@@ -72,11 +73,11 @@ def draw(records: Sequence[KeepRecord], block_size: int, layer: int, head: int, 
     figure = Figure(figsize=(11, 1.6 + 0.24 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(found), sharey=True)
-    image = None
+    scale = ScalarMappable(Normalize(0, last.logical_len - 1), "viridis")
     for axes, (name, cell) in zip(panels, found.items(), strict=True):
         axes.imshow(np.where(cell == FREE, np.nan, 0.0), cmap=ListedColormap(["#D9D9D9"]), aspect="auto")
         tokens = np.where(cell >= 0, cell, np.nan)
-        image = axes.imshow(tokens, cmap="viridis", vmin=0, vmax=last.logical_len - 1, aspect="auto")
+        axes.imshow(tokens, norm=scale.norm, cmap=scale.cmap, aspect="auto")
         held = int((cell[:, 0] != FREE).sum())
         live = int((cell >= 0).sum())
         ratio = held * block_size / live
@@ -87,6 +88,6 @@ def draw(records: Sequence[KeepRecord], block_size: int, layer: int, head: int, 
         axes.tick_params(which="minor", length=0)
         axes.set_xlabel("slot of the block")
     panels[0].set_ylabel("block of the request")
-    figure.colorbar(image, ax=panels, label="position of the token", pad=0.01)
+    figure.colorbar(scale, ax=panels, label="position of the token", pad=0.01)
     figure.suptitle(f"{title} (grey: dead or unused; white: given back)", fontsize=10)
     figure.savefig(target)
