@@ -255,8 +255,8 @@ def test_early_answers_change_nothing(
         history: list[Any] = []
         step = sim.step
 
-        def recorded(during: Any, sim: Any = sim, step: Any = step, history: Any = history) -> Any:
-            output = step(during)
+        def recorded(sim: Any = sim, step: Any = step, history: Any = history, **during: Any) -> Any:
+            output = step(**during)
             plan = getattr(output, PLAN, None)
             history.append(
                 (
