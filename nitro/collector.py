@@ -7,7 +7,7 @@ the scheduler asks for every request in every step (``evicted``) in a dict, so t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,24 @@ import numpy.typing as npt
 from nitro import _native
 from nitro.errors import IntegrityError
 from nitro.types import Counters, IntArray
+
+
+def dead_blocks(blocks: IntArray, live: npt.NDArray[np.int64], block_size: int) -> IntArray:
+    """Return the blocks in which no slot is live, in time linear in both arrays; runs without the GIL.
+
+    Args:
+        blocks: int32 ``[B]``, those that are asked about; one may occur several times.
+        live: int64 ``[N]``, the slots in use, ``block * block_size + offset``; one may occur several times.
+        block_size: slots of a block.
+
+    Returns:
+        int32 ``[m]``: each such block once, in the order of their first occurrence.
+
+    Raises:
+        ValueError: a block or the block size is out of range, or an array has not one dimension.
+        IntegrityError: a slot is live in none of the blocks.
+    """
+    return _native.dead_blocks(blocks, live, block_size)
 
 
 class TableEnds(NamedTuple):
@@ -49,6 +67,18 @@ class Committed(NamedTuple):
     freed: IntArray
 
 
+class PoolView(NamedTuple):
+    """The block pool as :meth:`Collector.check_integrity` compares it with the ledger; the null block is in neither.
+
+    Attributes:
+        free: int32 ``[F]``, the blocks in the free list, in any order.
+        live: int32 ``[L]``, the blocks that some request refers to, in any order.
+    """
+
+    free: IntArray
+    live: IntArray
+
+
 class Collector:
     """Who owns which block, and how much was evicted, for each request that has had an eviction.
 
@@ -67,6 +97,7 @@ class Collector:
 
     def __init__(self, num_blocks: int, block_size: int, null_block: int = 0) -> None:
         self._core = _native.Collector(num_blocks, block_size, null_block)
+        self._block_size = block_size
         self._handles: dict[str, int] = {}
         self._spare: list[int] = []  # handles of released requests, to be used again so that they stay small
         self._evicted: dict[str, int] = {}
@@ -213,14 +244,42 @@ class Collector:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def check_integrity(self) -> None:
-        """Prove that the ledger agrees with itself, in time linear in the pool.
+    def dead_blocks(self, request_ids: Iterable[str], live: npt.NDArray[np.int64]) -> IntArray:
+        """Find what requests own without using it. Linear in their blocks and slots; runs without the GIL.
+
+        Args:
+            request_ids: the requests; those without an eviction own nothing.
+            live: int64 ``[N]``, every slot in use of theirs, ``block * block_size + offset``, in any order and as often
+                as there are layers and heads that keep it.
+
+        Returns:
+            int32 ``[m]``: the blocks without a live slot, each once, in the order of the requests and their tables.
 
         Raises:
-            IntegrityError: a block has two owners, the null block has one, an owner and a table disagree, or the
-                counters are not the sum of the requests' histories.
+            IntegrityError: a slot is live in a block that none of the requests owns.
         """
-        self._core.check_integrity()
+        owned = [self.owned(request_id) for request_id in request_ids]
+        return dead_blocks(np.concatenate(owned) if owned else np.empty(0, np.int32), live, self._block_size)
+
+    def check_integrity(self, pool: PoolView | None = None) -> None:
+        """Prove that the ledger agrees with itself and, if given, with the pool, in time linear in the pool.
+
+        Args:
+            pool: which blocks are free, and which are live. The ledger does not mirror the pool, which also serves
+                requests without evictions, so that the caller looks there.
+
+        Raises:
+            IntegrityError: a block has two owners, the null block has one, an owner and a table disagree, an epoch has
+                fallen since the last proof, or the counters are not the sum of the requests' histories. With a pool:
+                free + live + null is not the whole, a block is in the free list twice, or is free and has an owner.
+        """
+        try:
+            if pool is None:
+                self._core.check_integrity()
+            else:
+                self._core.check_pool(*pool)
+        except IntegrityError as error:
+            raise self._named(error) from None
         booked = {request_id: self._core.evicted(handle) for request_id, handle in self._handles.items()}
         if booked != self._evicted or len(self._core) != len(self._handles):
             raise IntegrityError(

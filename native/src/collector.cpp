@@ -1,24 +1,17 @@
 #include "nitro/collector.hpp"
 
 #include <algorithm>
-#include <limits>
-#include <sstream>
 #include <utility>
+
+#include "text.hpp"
 
 namespace nitro {
 namespace {
 
-template <typename... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
 std::int32_t checked_num_blocks(std::int64_t num_blocks) {
-  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
-  if (num_blocks < 1 || num_blocks > kMax) {
-    throw std::invalid_argument(text("num_blocks=", num_blocks, " is outside [1, ", kMax, "]: pass the pool's size"));
+  if (num_blocks < 1 || num_blocks > kLastBlock) {
+    throw std::invalid_argument(
+        text("num_blocks=", num_blocks, " is outside [1, ", kLastBlock, "]: pass the pool's size"));
   }
   return static_cast<std::int32_t>(num_blocks);
 }
@@ -150,40 +143,6 @@ Handle Collector::owner(BlockId block) const {
     throw std::invalid_argument(text("block ", block, " is outside [0, ", num_blocks_, ")"));
   }
   return owner_[static_cast<std::size_t>(block)];
-}
-
-void Collector::check_integrity() const {
-  std::vector<Handle> owner(owner_.size(), kNobody);
-  Counters total{.evictions = released_evictions_, .tokens_evicted = released_tokens_, .blocks_freed = 0};
-  for (const auto& [request, account] : accounts_) {
-    for (const BlockId block : account.blocks) {
-      check_block(request, "owned", block);
-      Handle& holder = owner[static_cast<std::size_t>(block)];
-      if (holder != kNobody) {
-        throw IntegrityError(text("block ", block, " is owned by request #", holder, " and by request #", request));
-      }
-      holder = request;
-    }
-    if (account.epoch < 1 || account.evicted < account.epoch) {
-      throw IntegrityError(text("request #", request, ": ", account.evicted, " tokens evicted in ", account.epoch,
-                                " evictions, but each evicts at least one"));
-    }
-    if (account.kept < 1 || account.blocks.size() < blocks_for(account.kept)) {
-      throw IntegrityError(text("request #", request, ": ", account.kept, " slots kept in ", account.blocks.size(),
-                                " blocks of ", block_size_));
-    }
-    total.evictions += account.epoch;
-    total.tokens_evicted += account.evicted;
-  }
-  const auto [left, right] = std::mismatch(owner.begin(), owner.end(), owner_.begin());
-  if (left != owner.end()) {
-    throw IntegrityError(text("block ", left - owner.begin(), " is booked to request #", *right,
-                              " but in the table of request #", *left));
-  }
-  if (total.evictions != counters_.evictions || total.tokens_evicted != counters_.tokens_evicted) {
-    throw IntegrityError(text("the counters say ", counters_.evictions, " evictions of ", counters_.tokens_evicted,
-                              " tokens, the requests' histories ", total.evictions, " of ", total.tokens_evicted));
-  }
 }
 
 std::size_t Collector::blocks_for(std::int64_t slots) const noexcept {
@@ -352,12 +311,6 @@ Committed Collector::outcome(std::span<const Eviction> evictions) const {
     }
   }
   return done;
-}
-
-void Collector::check_if_debug() const {
-#ifndef NDEBUG
-  check_integrity();
-#endif
 }
 
 bool Collector::mark(BlockId block) const {

@@ -1,7 +1,8 @@
 // nitro._native: bindings only. Arrays come in as one-dimensional, and go out as fresh NumPy arrays; short columns that
 // Python makes, or takes apart, element by element are lists, which costs less than the way through NumPy.
 //
-// The GIL is kept during all calls: they take microseconds, and it is what serialises access to a Collector.
+// The GIL is kept during a Collector's calls: they take microseconds, and it is what serialises access to it. The sweep
+// takes milliseconds for a million slots and touches its arguments alone, so that it runs without.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -19,6 +20,7 @@
 
 #include "bindings.hpp"
 #include "nitro/collector.hpp"
+#include "nitro/sweep.hpp"
 
 namespace py = pybind11;
 
@@ -130,5 +132,25 @@ PYBIND11_MODULE(_native, m) {
              return py::make_tuple(totals.evictions, totals.tokens_evicted, totals.blocks_freed);
            })
       .def("check_integrity", &Collector::check_integrity)
+      .def(
+          "check_pool",
+          [](const Collector& self, const Array<std::int32_t>& free, const Array<std::int32_t>& live) {
+            self.check_pool(view("free", free), view("live", live));
+          },
+          py::arg("free"), py::arg("live"))
       .def("__len__", &Collector::size);
+
+  m.def(
+      "dead_blocks",
+      [](const Array<std::int32_t>& blocks, const Array<std::int64_t>& live, std::int64_t block_size) {
+        const std::span<const std::int32_t> asked = view("blocks", blocks);
+        const std::span<const std::int64_t> slots = view("live", live);
+        std::vector<std::int32_t> dead;
+        {
+          const py::gil_scoped_release released;
+          dead = nitro::dead_blocks(asked, slots, block_size);
+        }
+        return to_numpy(dead);
+      },
+      py::arg("blocks"), py::arg("live"), py::arg("block_size"));
 }

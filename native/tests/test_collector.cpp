@@ -1,5 +1,6 @@
 // Each rule of the ledger by itself, with a pool of 16 blocks of 4 tokens whose null block is 0.
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <thread>
@@ -353,6 +354,49 @@ TEST(check_integrity_finds_planted_faults) {
     CollectorProbe{collector}.add_evicted(7, 1);
     CHECK_THROWS(IntegrityError, collector.check_integrity(), "of 9 tokens", "of 10");
   }
+}
+
+TEST(an_epoch_that_falls_is_found) {
+  Collector collector = with_request_7();
+  static_cast<void>(collector.commit(7, Blocks{5, 2}, Blocks{5}, 6, 4));
+  static_cast<void>(collector.commit(8, Blocks{6, 8}, Blocks{6}, 8, 4));
+  collector.check_integrity();
+  CollectorProbe{collector}.set_epoch(7, 1);
+  CollectorProbe{collector}.set_epoch(8, 2);  // so that the counters are right
+  CHECK_THROWS(IntegrityError, collector.check_integrity(), "#7", "epoch 1 comes after epoch 2");
+  // A request that starts again begins with epoch 1 again.
+  Collector other = with_request_7();
+  other.check_integrity();
+  static_cast<void>(other.release(7));
+  static_cast<void>(other.commit(7, Blocks{5, 2}, Blocks{5}, 6, 4));
+  other.check_integrity();
+}
+
+TEST(check_pool_wants_each_block_in_one_place) {
+  Collector collector = with_request_7();  // which owns 5 and 2
+  const Blocks free{1, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14};
+  const Blocks live{2, 5, 15};
+  collector.check_pool(free, live);
+  const auto without = [](Blocks blocks, BlockId block) {
+    blocks.erase(std::find(blocks.begin(), blocks.end(), block));
+    return blocks;
+  };
+  const auto with = [](Blocks blocks, BlockId block) {
+    blocks.push_back(block);
+    return blocks;
+  };
+  CHECK_THROWS(IntegrityError, collector.check_pool(with(free, 3), live), "block 3 is free twice");
+  CHECK_THROWS(IntegrityError, collector.check_pool(free, with(live, 15)), "block 15 is live twice");
+  CHECK_THROWS(IntegrityError, collector.check_pool(free, with(live, 3)), "block 3 is free and live");
+  CHECK_THROWS(IntegrityError, collector.check_pool(with(free, 0), live), "free block 0 is the null block");
+  CHECK_THROWS(IntegrityError, collector.check_pool(free, with(live, 0)), "live block 0 is the null block");
+  CHECK_THROWS(IntegrityError, collector.check_pool(with(free, 16), live), "free block 16", "[0, 16)");
+  CHECK_THROWS(IntegrityError, collector.check_pool(free, with(live, -1)), "live block -1");
+  CHECK_THROWS(IntegrityError, collector.check_pool(without(free, 9), live), "11 free + 3 live + 1", "block 9 is lost");
+  CHECK_THROWS(IntegrityError, collector.check_pool(free, without(live, 5)), "block 5 is lost");
+  CHECK_THROWS(IntegrityError, collector.check_pool(with(free, 5), without(live, 5)), "block 5 is free", "#7 owns");
+  CollectorProbe{collector}.set_owner(9, 7);
+  CHECK_THROWS(IntegrityError, collector.check_pool(without(free, 9), with(live, 9)), "block 9 is booked");
 }
 
 #ifndef NDEBUG

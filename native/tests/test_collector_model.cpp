@@ -54,15 +54,16 @@ class Model {
   }
 
   void verify() const {
-    std::size_t live = 0;
+    std::vector<BlockId> live;
     for (const auto& [block, references] : references_) {
       CHECK(references > 0);
-      ++live;
+      live.push_back(block);
     }
-    CHECK(free_.size() + live + 1 == static_cast<std::size_t>(num_blocks_));
+    CHECK(free_.size() + live.size() + 1 == static_cast<std::size_t>(num_blocks_));
     CHECK(std::set<BlockId>(free_.begin(), free_.end()).size() == free_.size());
     for (const BlockId block : free_) CHECK(collector_.owner(block) == nitro::kNobody);
     verify_ledger();
+    collector_.check_pool(free_, live);
   }
 
   [[nodiscard]] bool whole() const { return free_.size() + 1 == static_cast<std::size_t>(num_blocks_); }

@@ -21,7 +21,7 @@ from nitro.demo.quality import answer_nlls
 from nitro.demo.records import NITRO, STOCK, Run
 from nitro.demo.settings import DemoSettings
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def run(

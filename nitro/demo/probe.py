@@ -41,6 +41,8 @@ class Probe:
         started = self.elapsed_s()
         output = self._schedule(*args, **kwargs)
         scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
+        blocks = {r.request_id: sum(map(len, manager.get_block_ids(r.request_id))) for r in scheduler.running}
+        self.last_blocks |= blocks
         self.steps.append(
             Step(
                 time_s=started,
@@ -49,8 +51,12 @@ class Probe:
                 blocks=self.pool_blocks - int(manager.block_pool.get_num_free_blocks()),
                 preempted=len(output.preempted_req_ids or ()),
                 tokens=int(output.total_num_scheduled_tokens),
+                allocated=sum(blocks.values()) * int(scheduler.block_size),
+                live=sum(int(r.num_computed_tokens) - self._evicted(r.request_id) for r in scheduler.running),
             )
         )
-        for request in scheduler.running:
-            self.last_blocks[request.request_id] = sum(map(len, manager.get_block_ids(request.request_id)))
         return output
+
+    def _evicted(self, request_id: str) -> int:
+        side = getattr(self._scheduler, "nitro", None)
+        return 0 if side is None else int(side.collector.evicted(request_id))

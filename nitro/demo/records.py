@@ -23,6 +23,8 @@ class Step:
         blocks: blocks owned by requests; those held only by the prefix cache are free and do not count.
         preempted: requests preempted while the step was scheduled.
         tokens: tokens that the step computes.
+        allocated: slots in the block tables of the running requests; what several share counts for each.
+        live: slots of these that hold a token, this step's included.
     """
 
     time_s: float
@@ -31,6 +33,8 @@ class Step:
     blocks: int
     preempted: int
     tokens: int
+    allocated: int
+    live: int
 
 
 @dataclass(frozen=True, slots=True)

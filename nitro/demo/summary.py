@@ -81,6 +81,7 @@ def rows(stock: Run, nitro: Run, nll: Sequence[Sequence[float]]) -> list[Row]:
         row("peak_blocks", "KV blocks allocated, peak", peak_blocks, "lower"),
         row("blocks_per_running", "KV blocks per running request, mean", blocks_per_running, "lower", 1),
         row("blocks_at_end", "KV blocks at a request's end, mean", blocks_at_end, "lower", 1),
+        row("fragmentation", "slots allocated / in use, mean", fragmentation, "lower", 2),
         row("running_mean", "running requests, mean over time", running_mean, "higher", 1),
         row("running_peak", "running requests, peak", lambda r: max(s.running for s in r.steps), "higher"),
         row("preemptions", "preemptions", lambda r: sum(s.preempted for s in r.steps), "lower"),
@@ -125,6 +126,11 @@ def blocks_per_running(run: Run) -> float:
 def blocks_at_end(run: Run) -> float:
     """Return how many blocks a request holds in its last step, on average."""
     return fmean(answer.last_blocks for answer in run.answers)
+
+
+def fragmentation(run: Run) -> float:
+    """Return the slots that running requests hold over those that hold a token, both summed over the steps."""
+    return sum(step.allocated for step in run.steps) / sum(step.live for step in run.steps)
 
 
 def tokens_computed(run: Run) -> int:

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from nitro.collector import PoolView
+
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
@@ -36,7 +40,7 @@ class PoolState:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         collector = getattr(getattr(scheduler, "nitro", None), "collector", None)
         if collector is not None:
-            collector.check_integrity()
+            collector.check_integrity(view_of(pool))
         return cls(
             total_blocks=pool.num_gpu_blocks,
             free_blocks=len({block.block_id for block in pool.free_block_queue.get_all_free_blocks()}),
@@ -46,6 +50,13 @@ class PoolState:
             requests=len(scheduler.requests),
             ledger_entries=0 if collector is None else len(collector),
         )
+
+
+def view_of(pool: Any) -> PoolView:
+    """Return which blocks of vLLM's pool are free, and which are live, for the ledger's `check_integrity`."""
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    live = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+    return PoolView(np.array(free, np.int32), np.array(live, np.int32))
 
 
 def assert_pool_whole(source: Any) -> PoolState:

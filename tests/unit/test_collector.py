@@ -10,9 +10,10 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from nitro.collector import Collector, Committed, TableEnds
+from nitro.collector import Collector, Committed, PoolView, TableEnds, dead_blocks
 from nitro.errors import IntegrityError
 from nitro.types import Counters, IntArray
 
@@ -249,6 +250,56 @@ def test_check_integrity_compares_the_mirror_with_the_core(collector: Collector)
     collector._evicted["old"] += 1
     with pytest.raises(IntegrityError, match=r"'old': 9.*'old': 10"):
         collector.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("free", "live", "message"),
+    [
+        ([*range(1, 16)], [], r"block 2 is free, but request 'old' owns it"),
+        ([1, 3, 4, *range(6, 16)], [2], r"13 free \+ 1 live \+ 1 null blocks are not the pool's 16: block 5 is lost"),
+        ([1, 1, 3, 4, *range(6, 16)], [2, 5], "block 1 is free twice"),
+        ([1, 3, 4, 5, *range(6, 16)], [2, 5], "block 5 is free and live at once"),
+        ([NULL, 1, 3, 4, *range(6, 16)], [2, 5], "free block 0 is the null block"),
+    ],
+)
+def test_check_integrity_compares_the_pool_with_the_ledger(
+    collector: Collector, free: list[int], live: list[int], message: str
+) -> None:
+    collector.check_integrity(PoolView(blocks(1, 3, 4, *range(6, 16)), blocks(2, 5)))
+    with pytest.raises(IntegrityError, match=message):
+        collector.check_integrity(PoolView(blocks(*free), blocks(*live)))
+
+
+def test_dead_blocks_are_those_that_requests_own_in_vain(collector: Collector) -> None:
+    collector.commit("new", blocks(6, 8, 9), blocks(6, 8), physical=12, keep=8)
+    live = np.array([5 * BLOCK_SIZE + 3, 8 * BLOCK_SIZE, 8 * BLOCK_SIZE], np.int64)
+    assert collector.dead_blocks(["old", "new", "unknown"], live).tolist() == [2, 6]
+    assert collector.dead_blocks(["new"], live[1:]).tolist() == [6]
+    assert collector.dead_blocks([], live[:0]).tolist() == []
+    with pytest.raises(IntegrityError, match="slot 23 is live, but its block 5 is none of the 2 blocks"):
+        collector.dead_blocks(["new"], live)
+
+
+def test_the_sweep_refuses_what_it_cannot_mean() -> None:
+    none = np.empty(0, np.int64)
+    with pytest.raises(ValueError, match="block_size=0 is below 1"):
+        dead_blocks(blocks(1), none, 0)
+    with pytest.raises(ValueError, match="block -1 is negative"):
+        dead_blocks(blocks(-1), none, 4)
+    with pytest.raises(ValueError, match="live has 2 dimensions"):
+        dead_blocks(blocks(1), none.reshape(0, 1), 4)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        dead_blocks(blocks(1).astype(np.int64), none, 4)
+
+
+@given(data=st.data(), block_size=st.integers(1, 40))
+def test_the_sweep_finds_what_two_nested_loops_find(data: st.DataObject, block_size: int) -> None:
+    held = data.draw(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 30), max_size=40))
+    slots = st.tuples(st.sampled_from(held or [0]), st.integers(0, block_size - 1))
+    drawn = data.draw(st.lists(slots, max_size=60 if held else 0))
+    live = [block * block_size + offset for block, offset in drawn]
+    expected = [block for block in dict.fromkeys(held) if not any(slot // block_size == block for slot in live)]
+    assert dead_blocks(blocks(*held), np.array(live, np.int64), block_size).tolist() == expected
 
 
 class Step:
@@ -490,6 +541,18 @@ class PoolMachine(RuleBasedStateMachine):
     def free_and_live_and_null_are_the_pool(self) -> None:
         assert len(self.free) + len(self.references) + 1 == self.num_blocks
         assert {*self.free, *self.references, NULL} == set(range(self.num_blocks))
+        self.collector.check_integrity(PoolView(blocks(*self.free), blocks(*self.references)))
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data())
+    def sweep(self, data: st.DataObject) -> None:
+        """Some of the slots of some evicted requests are still alive: which of their blocks are not?"""
+        names = data.draw(st.lists(st.sampled_from(sorted(self.epochs)), unique=True))
+        tables = [(name, block) for name in names for block in self.tables[name]]
+        alive = data.draw(st.sets(st.sampled_from(tables))) if tables else set()
+        live = [block * BLOCK_SIZE + data.draw(st.integers(0, BLOCK_SIZE - 1)) for _, block in sorted(alive)]
+        dead = self.collector.dead_blocks(names, np.array(live, np.int64)).tolist()
+        assert dead == [block for name, block in tables if (name, block) not in alive]
 
     @invariant()
     def the_ledger_is_the_model(self, *, booked_only: bool = False) -> None:
@@ -516,4 +579,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.collector.check_integrity()
 
 
-TestPoolMachine = PoolMachine.TestCase
+def test_the_ledger_lives_like_the_model() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=max(settings().max_examples, 150)))
+
+
+@pytest.mark.slow
+def test_the_ledger_lives_like_the_model_for_long() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=2000, stateful_step_count=200))

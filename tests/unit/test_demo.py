@@ -44,9 +44,9 @@ def make_run(name: str, **changes: Any) -> Run:
         "load_s": 2.0,
         "wall_s": 5.0,
         "steps": (
-            Step(0.0, 1, 1, 1 * factor, 0, 64),
-            Step(1.0, 2, 0, 2 * factor, 0, 65),
-            Step(4.0, 1, 1, 1 * factor, factor - 1, 1),
+            Step(0.0, 1, 1, 1 * factor, 0, 64, 32 * factor, 30 * factor),
+            Step(1.0, 2, 0, 2 * factor, 0, 65, 64 * factor, 40 * factor),
+            Step(4.0, 1, 1, 1 * factor, factor - 1, 1, 32 * factor, 10 * factor),
         ),
         "answers": (
             Answer((1, 2, 3), (4, 5), f"{name} said this and that, and that again", 2 * factor),
@@ -180,6 +180,7 @@ def test_rows_have_the_runs_figures() -> None:
         "peak_blocks": (8, 2, "better"),
         "blocks_per_running": (4, 1, "better"),
         "blocks_at_end": (6, 1.5, "better"),
+        "fragmentation": (1.6, 1.6, "same"),  # 32 + 64 + 32 over 30 + 40 + 10
         "running_mean": (1.6, 1.6, "same"),
         "running_peak": (2, 2, "same"),
         "preemptions": (3, 0, "better"),
@@ -279,10 +280,18 @@ def test_the_probe_samples_after_each_schedule() -> None:
         blocks, running, preempted = next(plan)
         held.clear()
         held.update(blocks)
-        scheduler.running = [SimpleNamespace(request_id=name) for name in sorted(running)]
+        scheduler.running = [SimpleNamespace(request_id=name, num_computed_tokens=20) for name in sorted(running)]
         return SimpleNamespace(preempted_req_ids=preempted, total_num_scheduled_tokens=factor * len(running))
 
-    scheduler = SimpleNamespace(schedule=schedule, kv_cache_manager=manager, running=[], waiting=["w"])
+    collector = SimpleNamespace(evicted={"a": 0, "b": 5}.__getitem__)
+    scheduler = SimpleNamespace(
+        schedule=schedule,
+        kv_cache_manager=manager,
+        running=[],
+        waiting=["w"],
+        block_size=16,
+        nitro=SimpleNamespace(collector=collector),
+    )
     probe = Probe(scheduler)
     assert probe.elapsed_s() == 0
     for _ in range(3):
@@ -293,6 +302,7 @@ def test_the_probe_samples_after_each_schedule() -> None:
         (2, 1, 4, 1, 14),
         (0, 1, 0, 0, 0),
     ]
+    assert [(s.allocated, s.live) for s in probe.steps] == [(32, 20), (64, 35), (0, 0)]
     assert probe.steps[0].time_s < probe.steps[1].time_s < probe.steps[2].time_s <= probe.elapsed_s()
     assert probe.last_blocks == {"a": 1, "b": 3}
 

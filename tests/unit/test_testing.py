@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from nitro.collector import PoolView
 from nitro.errors import IntegrityError
 from nitro.testing import (
     Arch,
@@ -445,13 +446,13 @@ class TestRecording:
 
 class FakeCollector:
     def __init__(self, entries: int = 0) -> None:
-        self.entries, self.checked = entries, False
+        self.entries, self.compared_with = entries, PoolView(np.empty(0, np.int32), np.empty(0, np.int32))
 
     def __len__(self) -> int:
         return self.entries
 
-    def check_integrity(self) -> None:
-        self.checked = True
+    def check_integrity(self, pool: PoolView) -> None:
+        self.compared_with = pool
 
 
 def fake_scheduler(num_blocks: int = 5, collector: FakeCollector | None = None) -> Any:
@@ -474,7 +475,7 @@ class TestPool:
         collector = FakeCollector()
         state = assert_pool_whole(fake_scheduler(collector=collector))
         assert state == PoolState(total_blocks=5, free_blocks=4, free_counter=4)
-        assert collector.checked
+        assert [places.tolist() for places in collector.compared_with] == [[1, 2, 3, 4], []]
         assert assert_pool_whole(fake_scheduler()) == state
         assert assert_pool_whole(state) == state
         assert assert_pool_whole(dataclasses.asdict(state)) == state

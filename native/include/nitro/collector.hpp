@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -22,6 +23,7 @@ namespace nitro {
 using BlockId = std::int32_t;
 using Handle = std::int32_t;  // a request; chosen by the caller, >= 0, reusable after release()
 
+inline constexpr BlockId kLastBlock = std::numeric_limits<BlockId>::max();
 inline constexpr BlockId kNeedsFresh = -1;  // in a destination list: the caller must put a fresh block here
 inline constexpr Handle kNobody = -1;
 
@@ -107,9 +109,15 @@ class Collector {
   [[nodiscard]] std::size_t size() const noexcept { return accounts_.size(); }
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
 
-  // Proves that owners and owned blocks agree, no block has two owners, the null block has none, and the counters are
-  // the sum of the requests' histories. O(num_blocks). Throws IntegrityError.
+  // Proves that owners and owned blocks agree, no block has two owners, the null block has none, no epoch has fallen
+  // since the last proof, and the counters are the sum of the requests' histories. O(num_blocks). Throws
+  // IntegrityError.
   void check_integrity() const;
+
+  // Proves that, and that the pool agrees: each block is once among the free ones, or once among the live ones (which
+  // somebody refers to), or the null block; and no free block has an owner. The ledger does not mirror the pool, which
+  // also serves requests that it does not know, so both sets are passed in. O(num_blocks). Throws IntegrityError.
+  void check_pool(std::span<const BlockId> free, std::span<const BlockId> live) const;
 
  private:
   friend struct CollectorProbe;  // with it the tests plant faults that check_integrity() must find
@@ -119,6 +127,7 @@ class Collector {
     std::int64_t kept = 0;  // slots left by the last eviction; a request never holds fewer
     std::int64_t evicted = 0;
     std::int64_t epoch = 0;
+    mutable std::int64_t epoch_proven = 0;  // at the last check_integrity()
   };
 
   [[nodiscard]] std::size_t blocks_for(std::int64_t slots) const noexcept;

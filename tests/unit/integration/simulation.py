@@ -1,14 +1,15 @@
 """vLLM's real scheduler with Nitro, and in place of a model a shadow cache of stamps.
 
-Every slot of the shadow carries who wrote it last: (request, run, logical position). The worker's side is played by the
-rules that the real one follows: apply the plans first, then write this step's tokens, then read. Each read must find
-exactly the request's own kept tokens and nobody else's.
+Every slot of the shadow carries a stamp of what was written there last: the position, and a hash of all tokens up to
+it, on which K and V depend. The worker's side is played by the rules that the real one follows: apply the plans first,
+then write this step's tokens, then read. Each read must find exactly the request's own kept tokens and nobody else's.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +22,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nitro.integration.vllm.scheduler import PLAN, NitroAsyncScheduler, NitroScheduler
-from nitro.testing.pool import assert_pool_whole
+from nitro.testing.pool import assert_pool_whole, view_of
 
 BLOCK = 16
-Stamp = tuple[int, ...]  # the tokens up to and including this position: what its K and V depend on, and its position
+Stamp = tuple[int, int]  # a position, and the hash of the tokens up to and including it
 
 
 def make_scheduler(config: VllmConfig, num_blocks: int) -> Any:
@@ -58,6 +59,7 @@ class WorkerRequest:
     kept: list[int] = field(default_factory=list)  # logical positions of the compacted part
     since: int = 0  # logical length at the last eviction
     epoch: int = 0
+    stamps: list[Stamp] = field(default_factory=list)  # of the tokens, as far as they were asked for
 
     @property
     def evicted(self) -> int:
@@ -65,6 +67,13 @@ class WorkerRequest:
 
     def visible(self, logical: int) -> list[int]:
         return [*self.kept, *range(self.since, logical)]
+
+    def stamp(self, position: int) -> Stamp:
+        while len(self.stamps) <= position:
+            end = len(self.stamps)
+            before = self.stamps[-1][1] if self.stamps else 0
+            self.stamps.append((end, hash((before, self.tokens[end]))))
+        return self.stamps[position]
 
 
 class Simulation:
@@ -79,7 +88,8 @@ class Simulation:
         self.slots: dict[tuple[int, int], Stamp] = {}
         self.known: dict[str, WorkerRequest] = {}
         self.in_flight: deque[tuple[SchedulerOutput, dict[str, int]]] = deque()
-        self.stats: list[Any] = []
+        self.stats: deque[Any] = deque(maxlen=1000)
+        self.watched = True  # whether ledger and pool are checked in each step; the shadow cache always is
         self.counter = 0
         self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
 
@@ -93,15 +103,26 @@ class Simulation:
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
         return name
 
-    def step(self) -> SchedulerOutput:
-        """Schedule one step, let the worker run it, and deliver what the worker finished ``lag`` steps ago."""
+    def step(self, during: Callable[[SchedulerOutput], object] = lambda _: None) -> SchedulerOutput:
+        """Schedule one step, let the worker run it, and deliver what the worker finished ``lag`` steps ago.
+
+        Args:
+            during: called when the step is scheduled and the worker has not begun.
+        """
         self.steps += 1
         output = self.scheduler.schedule()
-        self.scheduler.nitro.collector.check_integrity()  # type: ignore[attr-defined]
+        during(output)
+        if self.watched:
+            self.check()
         self.in_flight.append((output, self._work(output)))
         while len(self.in_flight) > self.lag:
             self._deliver()
         return output
+
+    def check(self) -> None:
+        """Prove that the ledger and vLLM's pool agree."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.scheduler.nitro.collector.check_integrity(view_of(pool))  # type: ignore[attr-defined]
 
     def drain(self, limit: int = 5000) -> None:
         for _ in range(limit):
@@ -116,8 +137,6 @@ class Simulation:
         assert_pool_whole(self.scheduler)
 
     def abort(self, name: str) -> None:
-        from vllm.v1.request import RequestStatus
-
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _deliver(self) -> None:
@@ -186,16 +205,18 @@ class Simulation:
         for name, count in output.num_scheduled_tokens.items():
             request, start = self.known[name], computed[name]
             assert start >= request.since
+            room = len(request.blocks) * BLOCK
+            assert start + count - request.evicted <= room, f"{name} writes beyond its {room} slots"
             for position in range(start, start + count):
                 slot = position - request.evicted
-                self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = tuple(request.tokens[: position + 1])
+                self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = request.stamp(position)
         sampled = {}
         for name, count in output.num_scheduled_tokens.items():
             request, end = self.known[name], computed[name] + count
             for slot, position in enumerate(request.visible(end)):
-                want, got = tuple(request.tokens[: position + 1]), self._read(request, slot)
-                assert got == want, f"{name} reads at slot {slot} (position {position}) what was written for {got[-8:]}"
-                self.reads += 1
+                want, got = request.stamp(position), self._read(request, slot)
+                assert got == want, f"{name} reads at slot {slot} {got}, and not {want}"
+            self.reads += end - request.evicted
             if end == len(request.tokens):
                 sampled[name] = self.random.randrange(500)
                 request.tokens.append(sampled[name])

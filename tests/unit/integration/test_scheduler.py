@@ -6,78 +6,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-import nitro
 from nitro.integration.vllm import request_rules
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
-from nitro.types import Eviction, StepPlan
 
 from . import simulation
-
-SETTINGS = {"budget": 40, "sinks": 2, "window": 4, "slack": 8}
-
-
-@pytest.fixture
-def simulate(tiny: Callable[[str], Path]) -> Callable[..., simulation.Simulation]:
-    def make(
-        num_blocks: int = 40, *, seed: int = 0, lag: int = 0, chunk: int = 64, max_model_len: int = 256, **settings: Any
-    ) -> simulation.Simulation:
-        config = EngineArgs(
-            model=str(tiny("llama-gqa")),
-            skip_tokenizer_init=True,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=chunk,
-            max_num_seqs=16,
-            block_size=simulation.BLOCK,
-            enable_prefix_caching=True,
-            additional_config=nitro.vllm_config(**{**SETTINGS, **settings}),
-        ).create_engine_config()
-        config.scheduler_config.async_scheduling = lag > 0
-        return simulation.Simulation(config, num_blocks, seed=seed, lag=lag)
-
-    return make
-
+from .lives import MIXED, SETTINGS, mingle, prompt
 
 Make = Callable[..., simulation.Simulation]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(seed * 7919 + i * 31) % 500 for i in range(length)]
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_random_requests_always_read_their_own_kept_tokens(simulate: Make, lag: int) -> None:
-    preemptions = 0
-    for seed in range(4):
-        sim = simulate(num_blocks=13, seed=seed, lag=lag)
-        draw, names = sim.random, []
-        for _ in range(400):
-            if draw.random() < 0.3 and len(sim.scheduler.requests) < 14:
-                shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
-                tokens = [*shared, *prompt(draw.randint(1, 60), draw.randrange(1000))]
-                names.append(sim.add(tokens, draw.randint(1, 90)))
-            if names and draw.random() < 0.03:
-                sim.abort(draw.choice(names))
-            if sim.scheduler.has_requests():
-                sim.step()
-        sim.drain()
-        counted = sim.scheduler.nitro.counters  # type: ignore[attr-defined]
-        assert counted.evictions == sim.evictions, "plans that were dropped with their request are not counted"
-        assert sim.evictions > 40
-        assert sim.hits > 0
-        assert sim.reads > 10_000
-        preemptions += sim.preemptions
-    assert preemptions > 0
 
 
 def test_freed_blocks_are_used_by_others_in_the_same_step(simulate: Make) -> None:
@@ -251,91 +194,6 @@ def test_counters_travel_in_the_statistics(simulate: Make) -> None:
     assert not any(item.waiting_lora_adapters for item in sim.stats), "nothing of it may be left for vLLM's own loggers"
 
 
-def churn(sim: simulation.Simulation, steps: int = 300) -> None:
-    for _ in range(steps):
-        if sim.random.random() < 0.3 and len(sim.scheduler.requests) < 12:
-            shared = prompt(sim.random.choice([32, 48]), sim.random.randrange(2))
-            sim.add(
-                [*shared, *prompt(sim.random.randint(1, 60), sim.random.randrange(1000))], sim.random.randint(1, 60)
-            )
-        if sim.scheduler.has_requests():
-            sim.step()
-    sim.drain()
-
-
-@pytest.mark.parametrize(
-    "fault", ["lose a plan", "overwrite shared blocks", "free before the batch is planned", "remember the preempted"]
-)
-def test_the_simulation_catches_planted_faults(simulate: Make, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-    from vllm.v1.request import RequestStatus
-
-    from nitro.collector import Collector
-    from nitro.integration.vllm.manager import NitroFullAttentionManager
-    from nitro.integration.vllm.scheduler import SchedulerSide
-
-    if fault == "lose a plan":
-        monkeypatch.setattr(SchedulerSide, "attach", lambda *_: None)
-    elif fault == "remember the preempted":
-        monkeypatch.setattr(NitroFullAttentionManager, "pop_blocks_for_free", FullAttentionManager.pop_blocks_for_free)
-    elif fault == "overwrite shared blocks":
-        plan = Collector.plan
-        monkeypatch.setattr(
-            Collector, "plan", lambda self, name, blocks, reusable, *rest: plan(self, name, blocks, reusable | 1, *rest)
-        )
-    else:
-
-        def eager(self: SchedulerSide, requests: dict[str, Any]) -> StepPlan | None:
-            self._releases = self.collector.releases
-            evictions: list[Eviction] = []
-            for request in requests.values():
-                step = StepEvictions(self.manager, self.pool, self.collector)
-                if request.status == RequestStatus.RUNNING and self._look(request, step):
-                    evictions += step.commit().evictions()
-            return StepPlan.of(evictions, self.manager.block_size) if evictions else None
-
-        monkeypatch.setattr(SchedulerSide, "plan", eager)
-
-    def run() -> None:
-        for seed in range(12):
-            churn(simulate(num_blocks=18, seed=seed, lag=1, chunk=128))
-
-    # A read may notice first, or the ledger, or vLLM's own pool.
-    with pytest.raises((AssertionError, nitro.IntegrityError, KeyError)):
-        run()
-
-
-def mingle(sim: simulation.Simulation, steps: int, asked: Sequence[object] = (None,)) -> dict[str, object]:
-    """Random arrivals, lengths, shared prefixes and aborts; some steps are scheduled with nothing to do.
-
-    Returns what each request asked for, one of ``asked``, by its name.
-    """
-    draw, names = sim.random, {}
-    for _ in range(steps):
-        if draw.random() < 0.3 and len(sim.scheduler.requests) < 14:
-            shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
-            tokens = [*shared, *prompt(draw.randint(1, 60), draw.randrange(1000))]
-            own = asked[0] if len(asked) == 1 else draw.choice(asked)
-            names[sim.add(tokens, draw.randint(1, 90), own)] = own
-        if names and draw.random() < 0.03:
-            sim.abort(draw.choice(list(names)))
-        if sim.scheduler.has_requests():
-            sim.step()
-    sim.drain()
-    return names
-
-
-MIXED: tuple[Any, ...] = (
-    None,
-    {},
-    {"budget": 24, "slack": 3},
-    '{"budget": 70}',
-    {"ratio": 0.4, "slack": 5},
-    {"evict_prompt": False, "budget": 12},
-    {"enabled": False},
-)
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("asked", [(None,), MIXED], ids=["one rule", "many rules"])
 @pytest.mark.parametrize("rule", [{}, {"budget": None, "ratio": 0.5}, {"evict_prompt": False}], ids=str)
@@ -397,8 +255,8 @@ def test_early_answers_change_nothing(
         history: list[Any] = []
         step = sim.step
 
-        def recorded(sim: Any = sim, step: Any = step, history: Any = history) -> Any:
-            output = step()
+        def recorded(sim: Any = sim, step: Any = step, history: Any = history, **during: Any) -> Any:
+            output = step(**during)
             plan = getattr(output, PLAN, None)
             history.append(
                 (
@@ -451,7 +309,7 @@ def test_every_request_of_a_batch_is_evicted_as_it_asked(simulate: Make, lag: in
             return step
 
         sim.scheduler.nitro.plan = planned  # type: ignore[attr-defined]
-        asked = mingle(sim, 500, MIXED)
+        asked = mingle(sim, 500, MIXED).asked
         for e, length in plans:
             own = asked[e.request_id]
             assert e.keep == keep_as_asked(own, e.logical_len, length), own

@@ -1,0 +1,92 @@
+"""Long random lives of requests on vLLM's real scheduler and pool (simulation.py), and faults that they must reveal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+import nitro
+
+from . import faults
+from .lives import MIXED, WILD, Happened, mingle
+from .simulation import Simulation
+
+Make = Callable[..., Simulation]
+
+
+def live(sim: Simulation, steps: int) -> Happened:
+    """Let requests live until the engine has made so many steps."""
+    total = Happened()
+    while sim.steps < steps:
+        happened = mingle(sim, 500, MIXED, WILD)
+        for name in ("aborts", "storms", "in_plan", "ended_in_plan", "resets"):
+            setattr(total, name, getattr(total, name) + getattr(happened, name))
+    return total
+
+
+def check_lives(sim: Simulation, happened: Happened) -> None:
+    """Everything that may happen has happened, in proportion to the steps; what was read was checked on the way."""
+    thousands = sim.steps / 1000
+    counted = sim.scheduler.nitro.counters  # type: ignore[attr-defined]
+    assert counted.evictions == sim.evictions, "plans that were dropped with their request are not counted"
+    assert sim.evictions > 100 * thousands
+    assert sim.reads > 50_000 * thousands
+    assert sim.preemptions > 10 * thousands
+    assert sim.hits > 10 * thousands
+    assert happened.aborts > 10 * thousands
+    assert happened.storms > 2 * thousands
+    assert happened.in_plan > thousands
+    assert happened.ended_in_plan > thousands
+    assert happened.resets > thousands / 2 or sim.lag
+
+
+@pytest.mark.parametrize(("seed", "lag", "num_blocks"), [(1, 0, 13), (2, 1, 13), (3, 1, 24)])
+def test_every_read_finds_the_requests_own_kept_tokens(simulate: Make, seed: int, lag: int, num_blocks: int) -> None:
+    sim = simulate(num_blocks=num_blocks, seed=seed, lag=lag)
+    check_lives(sim, live(sim, 2_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("seed", "lag", "num_blocks"), [(11, 0, 13), (12, 1, 13), (13, 1, 24)])
+def test_long_lives(simulate: Make, seed: int, lag: int, num_blocks: int) -> None:
+    started = time.perf_counter()
+    sim = simulate(num_blocks=num_blocks, seed=seed, lag=lag)
+    happened = live(sim, 200_000)
+    print(
+        f"seed {seed}, lag {lag}, {num_blocks} blocks: {sim.steps:,} steps, {sim.reads:,} reads, {sim.evictions:,} "
+        f"evictions, {sim.preemptions:,} preemptions, {sim.hits:,} prefix hits, {happened.aborts:,} aborts, "
+        f"{happened.storms:,} storms, {happened.in_plan:,} aborts and {happened.ended_in_plan:,} ends in the step of a "
+        f"plan, {happened.resets:,} resets, {time.perf_counter() - started:.0f} s"
+    )
+    check_lives(sim, happened)
+
+
+def test_the_same_seed_lives_the_same_life(simulate: Make) -> None:
+    def figures(seed: int) -> tuple[int, ...]:
+        sim = simulate(num_blocks=13, seed=seed, lag=1)
+        live(sim, 300)
+        return sim.steps, sim.reads, sim.evictions, sim.preemptions, sim.hits
+
+    assert figures(5) == figures(5) != figures(6)
+
+
+# Where reads alone must notice, neither the ledger nor the pool is looked at in between.
+@pytest.mark.parametrize("watched", [True, False], ids=["ledger and reads", "reads alone"])
+@pytest.mark.parametrize("plant", faults.ALL)
+def test_planted_faults_are_caught(
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, plant: faults.Plant, watched: bool
+) -> None:
+    plant(monkeypatch)
+
+    def run() -> None:
+        for seed in range(12):
+            sim = simulate(num_blocks=18, seed=seed, lag=1, chunk=128)
+            sim.watched = watched
+            mingle(sim, 300)
+
+    # A read may notice first, or the ledger, or vLLM's own pool.
+    with pytest.raises((AssertionError, nitro.IntegrityError, KeyError)):
+        run()
