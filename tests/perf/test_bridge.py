@@ -65,9 +65,9 @@ def take(consumer: Consumer, messages: int) -> None:
 
 
 def test_messages_a_second(benchmark: BenchmarkFixture) -> None:
-    messages = 1_000_000
+    messages = 100_000
     with producing(STREAM, batch=256) as consumer:
-        benchmark.pedantic(take, (consumer, messages), rounds=10, warmup_rounds=1)
+        benchmark.pedantic(take, (consumer, messages), rounds=100, warmup_rounds=5)
         assert consumer.counters.corrupt == 0
     # The best round: in the others one of the two may have been without a processor for a while.
     rate = messages / benchmark.stats.stats.min
