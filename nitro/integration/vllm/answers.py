@@ -39,7 +39,7 @@ class Answers:
 
         To be called in each step, after its evictions were applied, and before its tokens are written.
         """
-        arrived = [_messages(asked, counts) for asked, counts in self._counts.finished()]
+        arrived = [messages_of(asked, counts) for asked, counts in self._counts.finished()]
         if self._producer is not None:
             self._producer.publish(np.concatenate(arrived) if arrived else np.empty(0, MESSAGE))
         if asks is None:
@@ -50,7 +50,8 @@ class Answers:
             logger.warning_once("the GPU is so far behind that an answer was left out; the scheduler will ask again")
 
 
-def _messages(asked: StepAsks, counts: IntArray) -> Messages:
+def messages_of(asked: StepAsks, counts: IntArray) -> Messages:
+    """Return the answers to a step's questions, given each request's count, int32 ``[R]``."""
     found = np.zeros(len(asked), MESSAGE)
     slots = asked.slots
     found["request"], found["run"], found["step"] = asked.numbers, asked.runs, asked.step

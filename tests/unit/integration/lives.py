@@ -13,6 +13,9 @@ from .simulation import Simulation
 SETTINGS: dict[str, Any] = {"budget": 40, "sinks": 2, "window": 4, "slack": 8}
 """Of the simulated server."""
 
+BY_DATA: dict[str, Any] = {"budget": None, "threshold": 0.5, "min_keep": 8, "max_keep": 60}
+"""Changes to them with which the data decides: here at random, over a bridge that is late and loses messages."""
+
 MIXED: tuple[Any, ...] = (
     None,
     {},

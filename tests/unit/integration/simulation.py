@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from faulty_bridge import FaultyProducer
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -25,8 +27,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from nitro.integration.vllm.scheduler import PLAN, NitroAsyncScheduler, NitroScheduler
+from nitro.integration.vllm.answers import messages_of
+from nitro.integration.vllm.scheduler import ASKS, PLAN, NitroAsyncScheduler, NitroScheduler
+from nitro.ipc import Messages
 from nitro.testing.pool import assert_pool_whole, view_of
+from nitro.types import StepAsks
 
 BLOCK = 16
 Stamp = tuple[int, int]  # a position, and the hash of the tokens up to and including it
@@ -90,6 +95,8 @@ class Simulation:
         self.in_flight: deque[tuple[SchedulerOutput, dict[str, int]]] = deque()
         self.stats: deque[Any] = deque(maxlen=1000)
         self.watched = True  # whether ledger and pool are checked in each step; the shadow cache always is
+        self.producer: FaultyProducer | None = None
+        self.counted: Messages | None = None
         self.counter = 0
         self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
 
@@ -160,6 +167,7 @@ class Simulation:
             self.known.pop(name, None)
         self.preemptions += len(output.preempted_req_ids or ())
         self._apply(output)
+        self._answer(getattr(output, ASKS, None))
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for data in output.scheduled_new_reqs:
@@ -197,6 +205,24 @@ class Simulation:
                 self.slots[request.blocks[slot // BLOCK], slot % BLOCK] = stamps[source]
             request.kept, request.since = [visible[i] for i in chosen], e.logical_len
             request.epoch += 1
+
+    def _answer(self, asks: StepAsks | None) -> None:
+        """Send what rank 0 counted in earlier steps, over a bridge that is late and loses some, and count anew."""
+        if self.producer is not None:
+            self.producer.publish(self.counted)
+            self.counted = None
+        if asks is None:
+            return
+        if self.producer is None:
+            self.producer = FaultyProducer(asks.ring)
+            self.producer.random = self.random
+        slots = asks.slots
+        for e in slots.evictions():  # a worker refuses to count what it does not know
+            request = self.known[e.request_id]
+            assert (e.epoch, e.logical_len - e.physical_len) == (request.epoch, request.evicted)
+            assert e.src_blocks.tolist() == request.blocks[: len(e.src_blocks)]
+        keep = [self.random.randint(min(6, held), held) for held in slots.physical_len.tolist()]
+        self.counted = messages_of(asks, np.array(keep, np.int32))
 
     def _read(self, request: WorkerRequest, slot: int) -> Stamp:
         return self.slots[request.blocks[slot // BLOCK], slot % BLOCK]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import nitro
 
 from . import faults
-from .lives import MIXED, WILD, Happened, mingle
+from .lives import BY_DATA, MIXED, WILD, Happened, mingle
 from .simulation import Simulation
 
 Make = Callable[..., Simulation]
@@ -48,12 +49,26 @@ def test_every_read_finds_the_requests_own_kept_tokens(simulate: Make, seed: int
     check_lives(sim, live(sim, 2_000))
 
 
+@pytest.mark.parametrize(("seed", "lag", "num_blocks"), [(4, 0, 13), (5, 1, 24)])
+def test_where_the_data_decides(simulate: Make, seed: int, lag: int, num_blocks: int) -> None:
+    sim = simulate(num_blocks=num_blocks, seed=seed, lag=lag, **BY_DATA)
+    check_lives(sim, live(sim, 2_000))
+    asks = sim.scheduler.nitro.asks  # type: ignore[attr-defined]
+    assert asks.answered > sim.steps / 50
+    assert asks.stale > sim.steps / 500
+    assert asks.lost > sim.steps / 500
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("seed", "lag", "num_blocks"), [(11, 0, 13), (12, 1, 13), (13, 1, 24)])
-def test_long_lives(simulate: Make, seed: int, lag: int, num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "lag", "num_blocks", "changes"),
+    [(11, 0, 13, {}), (12, 1, 13, {}), (13, 1, 24, {}), (14, 1, 24, BY_DATA)],
+    ids=["11", "12", "13", "14-threshold"],
+)
+def test_long_lives(simulate: Make, seed: int, lag: int, num_blocks: int, changes: dict[str, Any]) -> None:
     started = time.perf_counter()
-    sim = simulate(num_blocks=num_blocks, seed=seed, lag=lag)
+    sim = simulate(num_blocks=num_blocks, seed=seed, lag=lag, **changes)
     happened = live(sim, 200_000)
     print(
         f"seed {seed}, lag {lag}, {num_blocks} blocks: {sim.steps:,} steps, {sim.reads:,} reads, {sim.evictions:,} "
