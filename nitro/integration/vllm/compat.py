@@ -118,6 +118,7 @@ def hooks() -> tuple[Hook, ...]:
         *front_end_hooks(),
         Hook(Scheduler, "schedule", ()),
         Hook(Scheduler, "make_stats", ()),
+        Hook(Scheduler, "shutdown", ()),
         Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
         Hook(FullAttentionManager, "allocate_new_blocks", ("request_id", "num_tokens", "num_tokens_main_model")),
         Hook(FullAttentionManager, "cache_blocks", ("request", "num_tokens")),

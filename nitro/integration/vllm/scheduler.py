@@ -285,6 +285,16 @@ class _NitroSchedulerMixin(Scheduler):
         return found
 
 
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Shut vLLM's scheduler down, and give up what Nitro has in shared memory.
+
+        An engine process that was forked ends without the interpreter's own clean-up.
+        """
+        super().shutdown(*args, **kwargs)
+        if self.nitro.asks is not None:
+            self.nitro.asks.close()
+
+
 class NitroScheduler(_NitroSchedulerMixin, Scheduler):
     """vLLM's scheduler with eviction."""
 
