@@ -284,7 +284,6 @@ class _NitroSchedulerMixin(Scheduler):
             self.nitro.report(found)
         return found
 
-
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Shut vLLM's scheduler down, and give up what Nitro has in shared memory.
 
