@@ -111,7 +111,7 @@ def model(name: str) -> Iterator[Finding]:
     yield Finding(
         "with budget=512", f"at most {size * (held + budget.slack) / 2**20:,.0f} MiB per request after its prefill"
     )
-    refused = reasons(config)
+    refused = reasons(config, budget)
     if refused:
         for reason in refused:
             yield Finding("cannot serve it", reason, ok=False)

@@ -71,7 +71,7 @@ def activate(config: VllmConfig, settings: Settings) -> None:
     Raises:
         UnsupportedError: Nitro cannot serve this configuration, or does not fit this vLLM.
     """
-    require_supported(config)
+    require_supported(config, settings)
     require_hooks()
     length = config.model_config.max_model_len
     if settings.budget is not None and settings.budget + settings.slack > length:

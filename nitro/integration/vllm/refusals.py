@@ -10,6 +10,8 @@ from nitro.errors import UnsupportedError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from nitro.config import Settings
+
 ALIBI_ARCHITECTURES = {"BloomForCausalLM", "JAISLMHeadModel", "Step1ForCausalLM"}
 UNQUANTISED_KV = {"auto", "float", "float32", "half", "float16", "bfloat16"}
 
@@ -137,6 +139,17 @@ def _quantisation_reasons(config: VllmConfig) -> Iterator[str]:
         yield "--calculate-kv-scales may change scales that Nitro has read already; drop it, as vLLM recommends"
 
 
+def threshold_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield why a worker's answers would not reach the scheduler."""
+    parallel = config.parallel_config
+    elsewhere = parallel.distributed_executor_backend == "ray" or (_get(parallel, "nnodes") or 1) > 1
+    if elsewhere:
+        yield (
+            "a threshold with workers on other machines (--distributed-executor-backend ray, or --nnodes above 1): "
+            "workers answer the scheduler through shared memory; use a budget or a ratio, or one machine"
+        )
+
+
 def platform_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield why this device or model runner cannot be served."""
     from nitro.integration.vllm.compat import untested_v2_reason, vllm_version
@@ -160,7 +173,7 @@ def hook_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"worker_cls={worker!r} is set, but Nitro needs its own worker; drop --worker-cls"
 
 
-def reasons(config: VllmConfig) -> tuple[str, ...]:
+def reasons(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
     """Return every reason why this configuration is refused; empty if Nitro can serve it."""
     from nitro.integration.vllm.compat import untested_reason, vllm_version
 
@@ -169,13 +182,14 @@ def reasons(config: VllmConfig) -> tuple[str, ...]:
         *([untested] if untested else []),
         *model_reasons(config),
         *feature_reasons(config),
+        *(threshold_reasons(config) if settings.threshold is not None else ()),
         *platform_reasons(config),
         *hook_reasons(config),
     )
 
 
-def require_supported(config: VllmConfig) -> None:
-    """Raise UnsupportedError with every reason if Nitro cannot serve this configuration."""
-    found = reasons(config)
+def require_supported(config: VllmConfig, settings: Settings) -> None:
+    """Raise UnsupportedError with every reason if Nitro cannot serve this configuration with these settings."""
+    found = reasons(config, settings)
     if found:
         raise UnsupportedError("Nitro cannot serve this configuration:\n" + "\n".join(f"  - {line}" for line in found))

@@ -7,15 +7,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 import nitro
+from nitro.config import Settings
 from nitro.integration.vllm import compat, refusals
 
 Configure = Callable[..., Any]
+
+
+BUDGET, THRESHOLD = Settings.parse({"budget": 64}), Settings.parse({"threshold": 0.5})
 
 
 @pytest.fixture
@@ -26,7 +30,8 @@ def config(tiny: Callable[[str], Path]) -> Any:
 
 
 def test_a_plain_model_is_served(config: Any) -> None:
-    assert refusals.reasons(config) == ()
+    assert refusals.reasons(config, BUDGET) == ()
+    assert refusals.reasons(config, THRESHOLD) == ()
 
 
 @pytest.mark.parametrize(
@@ -72,9 +77,22 @@ def test_refused_with_a_remedy(config: Any, part: str, changes: dict[str, Any], 
     changed = (
         Overlay(config, **changes) if not part else Overlay(config, **{part: Overlay(getattr(config, part), **changes)})
     )
-    found = refusals.reasons(changed)  # type: ignore[arg-type]
+    found = refusals.reasons(changed, BUDGET)  # type: ignore[arg-type]
     assert len(found) == 1
     assert says in found[0]
+
+
+@pytest.mark.parametrize("changes", [{"distributed_executor_backend": "ray"}, {"nnodes": 2}])
+def test_a_threshold_needs_its_workers_on_one_machine(changes: dict[str, Any]) -> None:
+    parallel = SimpleNamespace(**{"distributed_executor_backend": "mp", "nnodes": 1} | changes)
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    (reason,) = refusals.threshold_reasons(config)
+    assert "workers answer the scheduler through shared memory; use a budget" in reason
+    assert not list(
+        refusals.threshold_reasons(
+            cast(Any, SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend="mp")))
+        )
+    )
 
 
 def write_config(path: Path, source: Path, **changes: Any) -> Path:
