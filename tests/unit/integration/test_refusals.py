@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -17,8 +17,6 @@ from nitro.config import Settings
 from nitro.integration.vllm import compat, refusals
 
 Configure = Callable[..., Any]
-
-
 BUDGET, THRESHOLD = Settings.parse({"budget": 64}), Settings.parse({"threshold": 0.5})
 
 
@@ -88,11 +86,8 @@ def test_a_threshold_needs_its_workers_on_one_machine(changes: dict[str, Any]) -
     config: Any = SimpleNamespace(parallel_config=parallel)
     (reason,) = refusals.threshold_reasons(config)
     assert "workers answer the scheduler through shared memory; use a budget" in reason
-    assert not list(
-        refusals.threshold_reasons(
-            cast(Any, SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend="mp")))
-        )
-    )
+    config.parallel_config = SimpleNamespace(distributed_executor_backend="mp")
+    assert not list(refusals.threshold_reasons(config))
 
 
 def write_config(path: Path, source: Path, **changes: Any) -> Path:
