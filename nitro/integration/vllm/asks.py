@@ -101,6 +101,12 @@ class Asks:
             # The worker has opened it: without a name, nothing is left behind however this process ends.
             self._ring.unlink()
             self._linked = False
+        if self._ring.broken:
+            logger.warning_once(
+                "something has written over the shared memory through which workers answer: thresholds evict nothing "
+                "any more, only max_keep does; start the engine again"
+            )
+            return []
         return [answer for message in self._ring.poll() if (answer := self._match(*message.item())) is not None]
 
     def _match(

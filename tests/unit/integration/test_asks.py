@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from nitro import _native
+from nitro.integration.vllm import asks as asks_module
 from nitro.integration.vllm.asks import PATIENCE, Answer, Asks
 from nitro.ipc import MESSAGE, Messages, Producer
 from nitro.types import StepAsks
@@ -110,6 +113,21 @@ def test_nothing_is_left_in_memory_of_requests_that_finished(asks: Asks) -> None
         ask(asks, f"r{number}")
         asks.finished(f"r{number}")
     assert [asks._numbers, asks._names, asks._open, asks._new] == [{}, {}, {}, []]
+
+
+def test_memory_that_was_written_over_ends_the_answers_and_not_the_engine(
+    asks: Asks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(asks_module.logger, "warning_once", said.append)
+    asked = ask(asks, "a")
+    with (Path(_native.SHARED_MEMORY) / asked.ring).open("r+b") as memory:
+        memory.seek(_native.RING_LAYOUT["head"])
+        memory.write(b"\xff" * 8)
+    assert asks.begin_step() == []
+    assert asks.begin_step() == []
+    assert len(said) >= 1
+    assert "start the engine again" in said[0]
 
 
 class Bridge(RuleBasedStateMachine):
