@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCENARIO = replace(variant(SCENARIOS["all"], slack=6), name="storm")
 """The engine of a storm: few blocks, chunks, shared prefixes, and an eviction every six tokens."""
-BY_THRESHOLD = by_threshold(variant(SCENARIO, max_keep=80), "random")
+BY_THRESHOLD = variant(by_threshold(SCENARIO, "random"), slack=3)
 
 
 @dataclass(slots=True)
