@@ -176,8 +176,8 @@ class Compactor(ABC):
 
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; unknown ones are ignored."""
-        if self._requests.pop(request_id, None) is not None:
-            self._keys.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        self._keys.pop(request_id, None)  # which one that was only counted has, too
 
     def held(self, request_id: str) -> Held:
         """Return what is known of a request."""

@@ -117,15 +117,22 @@ class ThresholdRule(_Rule):
             return None
         return self._spared(logical, prompt) + self.max_keep + self.slack - physical
 
-    def pause(self, logical: int, physical: int, prompt: int) -> int:
+    def pause(self, logical: int, physical: int, prompt: int, *, unjudged: int = 0) -> int:
         """Return how many tokens are to come, at least one, until a worker is asked again.
 
-        That is ``slack``, but half of it where the bounds would ask for an eviction by then: it shall know the answer.
+        With those that it has not judged yet they are ``slack``, but half of it where the bounds would ask for an
+        eviction by then: it shall know the answer.
+
+        Args:
+            logical: tokens computed.
+            physical: slots held.
+            prompt: tokens of the prompt.
+            unjudged: tokens that came after the question whose answer was just used.
         """
         room = self.room(logical, physical, prompt)
         if room is None or room > self.slack:
-            return self.slack
-        return max(min(self.slack // 2, room), 1)
+            return max(self.slack - unjudged, 1)
+        return max(min(self.slack // 2 - unjudged, room), 1)
 
     def answered(self, reached: int, since: int, logical: int, prompt: int) -> int:
         """Return how many tokens stay, given a worker's answer.

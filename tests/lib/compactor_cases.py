@@ -272,6 +272,8 @@ def check_counts(policy: str, *, device: str = "cpu") -> None:
         counts.add(want[0])
     assert len(counts) >= 4, "the thresholds tell tokens apart"
     assert world.count(["y"], torch.inf) == [SINKS + WINDOW]
+    world.compactor.forget("z")
+    assert set(world.compactor._keys) == {"x", "y"}, "nothing is left of a request that was only counted"
     if policy not in EXACT:
         return
     for each in (world, dense):

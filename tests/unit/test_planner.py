@@ -47,25 +47,24 @@ def test_the_data_decides_within_bounds(
     """Played as a scheduler does it: answers come some steps late, or not at all; then the bounds alone hold."""
     draw = data.draw(st.randoms(use_true_random=False))
     logical = physical = prompt_peak = 0
-    asked: tuple[int, int] | None = None  # when the answer comes, and the slots that it is about
+    asked: tuple[int, int, int] | None = None  # when the answer comes, and the slots and tokens that it is about
     next_ask, step = 0, 0
     while logical < prompt + outputs:
         spared = 0 if rule.evict_prompt else min(prompt, logical)
         most = None if rule.max_keep is None else spared + rule.max_keep
         keep = rule.target(logical, physical, prompt) if physical else None
         if keep is not None:
-            assert keep == most
-            asked = None
+            assert keep == most, "what was asked before is answered all the same"
         elif asked is not None and step >= asked[0]:
-            reached, since = draw.randint(0, asked[1]), physical - asked[1]
+            reached, since = draw.randint(0, asked[1]), logical - asked[2]
             keep, asked = rule.answered(reached, since, logical, prompt), None
             assert keep >= spared + rule.min_keep
             assert most is None or keep <= most
             assert keep >= min(reached + since, most or keep)
             keep = keep if keep < physical else None
-            next_ask = step + rule.pause(logical, physical if keep is None else keep, prompt)
+            next_ask = step + rule.pause(logical, physical if keep is None else keep, prompt, unjudged=since)
         elif asked is None and step >= next_ask and physical and rule.gap(logical, physical, prompt) <= 0:
-            asked = (step + draw.choice([2, 3, 10**6]), physical)
+            asked = (step + draw.choice([2, 3, 10**6]), physical, logical)
         if keep is not None:
             assert rule.protect(logical, prompt) + rule.window <= keep < physical
             physical = keep
@@ -88,6 +87,7 @@ def test_a_worker_is_asked_before_the_bounds_decide(
     assert (room is None) == (rule.max_keep is None)
     if room is not None and rule.slack > 1 and room >= rule.slack:
         assert pause < room
+    assert 1 <= rule.pause(logical, physical, prompt, unjudged=prompt) <= max(pause - prompt, 1)
     if room is not None and room > 0:
         assert rule.target(logical, physical, prompt) is None
         assert rule.target(logical + room, physical + room, prompt) is not None or not rule.evict_prompt

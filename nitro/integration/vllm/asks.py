@@ -1,7 +1,8 @@
 """The scheduler's questions to rank 0's worker: how many of a request's tokens reach the threshold.
 
 A question travels with the step whose cache is to be scored, its answer through shared memory, some steps later. Until
-then a request may have been preempted, evicted, or finished: an answer counts only if nothing of that has happened.
+then a request may have finished or been preempted: an answer counts only if nothing of that has happened. (It may have
+been evicted, too, as the bounds ask for it whatever the data says: that takes the lowest scores, and leaves the count.)
 A question whose answer is lost is asked again; nothing ever waits for one.
 """
 
@@ -28,12 +29,12 @@ class Answer(NamedTuple):
 
     Attributes:
         request_id: the request.
-        physical_len: slots that were scored.
-        keep: how many of them stay by their scores.
+        logical_len: its tokens when it was asked.
+        keep: how many of the slots that it held then stay by their scores.
     """
 
     request_id: str
-    physical_len: int
+    logical_len: int
     keep: int
 
 
@@ -119,7 +120,7 @@ class Asks:
             return None
         del self._open[name]
         self.answered += 1
-        return Answer(name, physical, keep)
+        return Answer(name, logical, keep)
 
     def waits(self, name: str) -> bool:
         """Return whether a request has a question that may still be answered."""
@@ -149,10 +150,6 @@ class Asks:
             self._names[self._asked] = name
         self._open[name] = _Open(self._step, self._numbers[name][1], epoch, logical, physical)
         self._new.append(_Asked(name, epoch, logical, physical, protect, blocks))
-
-    def evicted(self, name: str) -> None:
-        """Note that a request is evicted in this step: what was asked before does not hold any longer."""
-        self._open.pop(name, None)
 
     def finished(self, name: str) -> None:
         """Forget a request."""

@@ -108,37 +108,44 @@ class SchedulerSide:
             if request is None or request.status != RequestStatus.RUNNING:
                 self.growing.pop(name, None)  # it is noticed again when it is scheduled again
             elif self._look(request, step):
-                due.append(request)
+                due.append((request, 0))
         if not due:
             return None
         plan = step.commit()
-        for request in due:
-            self._file_again(request)
+        for request, unjudged in due:
+            self._file_again(request, unjudged)
         self._releases = self.collector.releases
         self._net_freed += self.pool.get_num_free_blocks() - free
         self._count(len(step), step.tokens)
         return plan
 
-    def _answered(self, requests: Mapping[str, Request], step: StepEvictions, up: dict[str, None]) -> list[Request]:
-        """Add what workers' answers lead to, and return these requests; take all that were answered out of ``up``."""
+    def _answered(
+        self, requests: Mapping[str, Request], step: StepEvictions, up: dict[str, None]
+    ) -> list[tuple[Request, int]]:
+        """Add what workers' answers lead to; take all requests that were answered out of ``up``.
+
+        Returns:
+            The requests that are evicted, each with its tokens that came too late for the answer.
+        """
         due = []
         for answer in self.asks.begin_step() if self.asks is not None else ():
             request = requests.get(answer.request_id)
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
             up.pop(answer.request_id, None)
-            rule = self._rule(request)
+            rule, since = self._rule(request), request.num_computed_tokens - answer.logical_len
             if isinstance(rule, ThresholdRule) and self._use(answer, request, rule, step):
-                due.append(request)
+                due.append((request, since))
             else:
-                self._file_again(request)
+                self._file_again(request, since)
         return due
 
     def _use(self, answer: Answer, request: Request, rule: ThresholdRule, step: StepEvictions) -> bool:
         """Add the eviction that an answer asks for, if it frees a block; return whether it was added."""
         name, computed, prompt = request.request_id, request.num_computed_tokens, request.num_prompt_tokens
         physical = computed - self.collector.evicted(name)
-        keep = rule.answered(answer.keep, physical - answer.physical_len, computed, prompt)
+        # If the bounds have led to an eviction since, it took those with the lowest scores: the answer still holds.
+        keep = rule.answered(answer.keep, computed - answer.logical_len, computed, prompt)
         size = self.manager.block_size
         return cdiv(keep, size) < cdiv(physical, size) and step.add(
             name, computed, physical, keep, rule.protect(computed, prompt)
@@ -154,17 +161,25 @@ class SchedulerSide:
         physical = computed - self.collector.evicted(name)
         rule = self._rule(request)
         keep = rule.target(computed, physical, prompt)
+        if keep is not None and isinstance(rule, ThresholdRule) and self._asks_first(request):
+            keep = None
         if keep is not None and step.add(name, computed, physical, keep, rule.protect(computed, prompt)):
-            if self.asks is not None:
-                self.asks.evicted(name)
             return True
         gap = None if rule.never else rule.gap(computed, physical, prompt)
         if isinstance(rule, ThresholdRule) and gap is not None and gap <= 0:
             self._ask(request, rule, computed, physical)
             room = rule.room(computed, physical, prompt)
-            gap = PATIENCE if room is None else min(PATIENCE, room)  # an answer comes up by itself
+            gap = PATIENCE if room is None else max(min(PATIENCE, room), 1)  # an answer comes up by itself
         self._file(request, gap)
         return False
+
+    def _asks_first(self, request: Request) -> bool:
+        """Return whether the bounds wait for a step, so that a worker is asked about what they would evict.
+
+        Only while it decodes: what a prompt may hold at once has been promised to vLLM.
+        """
+        decodes = request.num_tokens - request.num_computed_tokens <= 1
+        return decodes and self.asks is not None and not self.asks.waits(request.request_id)
 
     def _ask(self, request: Request, rule: ThresholdRule, computed: int, physical: int) -> None:
         """Ask a worker how many tokens a request shall keep, unless that was asked already."""
@@ -193,15 +208,20 @@ class SchedulerSide:
             self.calendar.drop(name)
             self.growing[name] = None
 
-    def _file_again(self, request: Request) -> None:
-        """File a request that was just evicted, or of which it was just decided that it is not."""
+    def _file_again(self, request: Request, unjudged: int) -> None:
+        """File a request that was just evicted, or of which it was just decided that it is not.
+
+        Args:
+            request: the request.
+            unjudged: tokens that came too late for the answer that this follows.
+        """
         rule = self._rule(request)
         if not isinstance(rule, ThresholdRule):
             self._file(request, rule.slack)  # which is what it may grow by after an eviction
             return
         computed = request.num_computed_tokens
         physical = computed - self.collector.evicted(request.request_id)
-        self._file(request, rule.pause(computed, physical, request.num_prompt_tokens))
+        self._file(request, rule.pause(computed, physical, request.num_prompt_tokens, unjudged=unjudged))
 
     def _file(self, request: Request, gap: int | None) -> None:
         """Decide when to look at a request again: not before it has grown by ``gap`` tokens; None: not at all."""

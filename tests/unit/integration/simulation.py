@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from nitro.integration.vllm.answers import messages_of
 from nitro.integration.vllm.scheduler import ASKS, PLAN, NitroAsyncScheduler, NitroScheduler
-from nitro.ipc import Messages
+from nitro.ipc import MESSAGE, Messages, Producer
 from nitro.testing.pool import assert_pool_whole, view_of
 from nitro.types import StepAsks
 
@@ -95,7 +95,9 @@ class Simulation:
         self.in_flight: deque[tuple[SchedulerOutput, dict[str, int]]] = deque()
         self.stats: deque[Any] = deque(maxlen=1000)
         self.watched = True  # whether ledger and pool are checked in each step; the shadow cache always is
-        self.producer: FaultyProducer | None = None
+        self.producer: Producer | None = None
+        self.bridge: type[Producer] = FaultyProducer
+        self.reached: int | None = None  # what every question is answered with; by chance if None
         self.counted: Messages | None = None
         self.counter = 0
         self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
@@ -209,19 +211,21 @@ class Simulation:
     def _answer(self, asks: StepAsks | None) -> None:
         """Send what rank 0 counted in earlier steps, over a bridge that is late and loses some, and count anew."""
         if self.producer is not None:
-            self.producer.publish(self.counted)
+            self.producer.publish(np.empty(0, MESSAGE) if self.counted is None else self.counted)
             self.counted = None
         if asks is None:
             return
         if self.producer is None:
-            self.producer = FaultyProducer(asks.ring)
-            self.producer.random = self.random
+            self.producer = self.bridge(asks.ring)
+            if isinstance(self.producer, FaultyProducer):
+                self.producer.random = self.random
         slots = asks.slots
         for e in slots.evictions():  # a worker refuses to count what it does not know
             request = self.known[e.request_id]
             assert (e.epoch, e.logical_len - e.physical_len) == (request.epoch, request.evicted)
             assert e.src_blocks.tolist() == request.blocks[: len(e.src_blocks)]
-        keep = [self.random.randint(min(6, held), held) for held in slots.physical_len.tolist()]
+        held = slots.physical_len.tolist()
+        keep = [self.random.randint(min(6, n), n) if self.reached is None else min(self.reached, n) for n in held]
         self.counted = messages_of(asks, np.array(keep, np.int32))
 
     def _read(self, request: WorkerRequest, slot: int) -> Stamp:

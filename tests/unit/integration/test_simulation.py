@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import nitro
+from nitro.ipc import Producer
 
 from . import faults
-from .lives import BY_DATA, MIXED, WILD, Happened, mingle
-from .simulation import Simulation
+from .lives import BY_DATA, MIXED, WILD, Happened, mingle, prompt
+from .simulation import BLOCK, Simulation
 
 Make = Callable[..., Simulation]
 
@@ -57,6 +58,37 @@ def test_where_the_data_decides(simulate: Make, seed: int, lag: int, num_blocks:
     assert asks.answered > sim.steps / 50
     assert asks.stale > sim.steps / 500
     assert asks.lost > sim.steps / 500
+
+
+def alone(sim: Simulation, reached: int, length: int, answer: int) -> int:
+    """Serve one request, whose tokens reach the threshold so often, and return the slots that it holds at its end."""
+    sim.bridge, sim.reached = Producer, reached
+    name, held = sim.add(prompt(length), answer), 0
+    while name in sim.scheduler.requests:
+        sim.step()
+        if name in sim.scheduler.requests:
+            collector = sim.scheduler.nitro.collector  # type: ignore[attr-defined]
+            held = sim.scheduler.requests[name].num_computed_tokens - collector.evicted(name)
+    sim.drain()
+    return held
+
+
+@pytest.mark.parametrize("slack", [1, 2, 5, 7, 30])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_answer_holds_after_the_bounds_have_asked_for_an_eviction(simulate: Make, slack: int, lag: int) -> None:
+    """With little slack the bound is reached again before any answer can be there."""
+    sim = simulate(lag=lag, **{**BY_DATA, "slack": slack})
+    held = alone(sim, reached=10, length=200, answer=50)
+    assert held <= 10 + slack + 2 * BLOCK
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_came_while_a_question_was_on_its_way_is_asked_about_soon(simulate: Make, lag: int) -> None:
+    sim = simulate(
+        lag=lag, chunk=400, max_model_len=1000, num_blocks=200, **{**BY_DATA, "max_keep": None, "slack": 200}
+    )
+    held = alone(sim, reached=10, length=700, answer=60)
+    assert held <= 10 + 60 + BLOCK
 
 
 @pytest.mark.slow
