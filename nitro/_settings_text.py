@@ -25,7 +25,7 @@ RULES: dict[str, Rule] = {
     "policy_options": Rule("an object", "options of the policy", '{"softening": 0.1}'),
     "budget": Rule("an integer", "budget >= max(1, sinks + window)", "512"),
     "ratio": Rule("a number", "0 < ratio < 1", "0.25"),
-    "threshold": Rule("a number", "finite", "0.5"),
+    "threshold": Rule("a number", "-3.4e38 <= threshold <= 3.4e38", "0.5"),
     "min_keep": Rule("an integer", "min_keep >= max(1, sinks + window)", "128"),
     "max_keep": Rule("an integer", "max_keep >= min_keep", "1024"),
     "sinks": Rule("an integer", "sinks >= 0", "4"),

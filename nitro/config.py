@@ -14,10 +14,12 @@ from nitro._settings_text import RULES, explain, kind_of, report, show
 from nitro._suggest import nearest
 from nitro.errors import SettingsError
 
+LARGEST = 3.4028234e38  # of float32, in which scores are compared
 OptionValue = bool | int | float | str
 Budget = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(gt=0, lt=1)]
 Slack = Annotated[int, Field(ge=1)]
+Threshold = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Keep = Annotated[int, Field(ge=1)]
 COUNTS = ("budget", "ratio", "threshold")
 """Ways to say how many tokens stay, of which exactly one is chosen."""
@@ -37,7 +39,7 @@ class Settings(BaseModel):
     ratio: Ratio | None = Field(
         None, description="Retention ratio: the share of a request's tokens that stay after an eviction."
     )
-    threshold: float | None = Field(
+    threshold: Threshold | None = Field(
         None,
         description="The data decides: as many of a request's tokens stay as have a score of at least this, in the "
         "mean over layers and KV heads. In the unit of the policy's scores (of gravity, their mean is 1).",

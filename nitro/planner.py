@@ -130,9 +130,16 @@ class ThresholdRule(_Rule):
             unjudged: tokens that came after the question whose answer was just used.
         """
         room = self.room(logical, physical, prompt)
-        if room is None or room > self.slack:
-            return max(self.slack - unjudged, 1)
-        return max(min(self.slack // 2 - unjudged, room), 1)
+        return max(self.left(room, unjudged), 1) if room is None else max(min(self.left(room, unjudged), room), 1)
+
+    def left(self, room: int | None, unjudged: int) -> int:
+        """Return how many tokens are to come until a worker is asked again; 0 or less if it may be asked now.
+
+        Args:
+            room: what ``room`` returns.
+            unjudged: tokens that came after the last question.
+        """
+        return (self.slack if room is None or room > self.slack else self.slack // 2) - unjudged
 
     def answered(self, reached: int, since: int, logical: int, prompt: int) -> int:
         """Return how many tokens stay, given a worker's answer.

@@ -121,6 +121,7 @@ def test_several_say_how_many_tokens_stay(counts: dict[str, float], said: str) -
         ({"max_keep": 20}, "max_keep=20 is below sinks + window = 36"),
         ({"min_keep": 200, "max_keep": 100}, "max_keep=100 is below min_keep=200: raise max_keep, or lower min_keep"),
         ({"threshold": math.nan}, "threshold=NaN is not finite"),
+        ({"threshold": -1e39}, "threshold=-1e+39 is out of bounds: threshold must be a number, -3.4e38 <= threshold"),
     ],
 )
 def test_bounds_of_a_threshold(wrong: dict[str, float], said: str) -> None:

@@ -82,6 +82,14 @@ def activate(config: VllmConfig, settings: Settings) -> None:
             settings.slack,
             length,
         )
+    if settings.min_keep is not None and settings.min_keep + settings.slack > length:
+        logger.warning(
+            "Nitro will never evict, unless requests ask for less: min_keep=%d plus slack=%d is more than "
+            "max_model_len=%d; lower them",
+            settings.min_keep,
+            settings.slack,
+            length,
+        )
     additional = config.additional_config
     assert isinstance(additional, dict)  # settings_in found the settings in it
     config.additional_config = {**additional, KEY: settings.to_dict()}

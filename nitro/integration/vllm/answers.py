@@ -8,6 +8,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from nitro.device_counts import AsyncCounts
+from nitro.errors import BridgeError
 from nitro.ipc import MESSAGE, Messages, Producer
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Answers:
         self._compactor = compactor
         self._counts: AsyncCounts[StepAsks] = AsyncCounts(most_requests, device)
         self._producer: Producer | None = None
+        self._mute = False
 
     def step(self, asks: StepAsks | None) -> None:
         """Send what the device has counted since the last step, and let it count what is asked now.
@@ -42,10 +44,20 @@ class Answers:
         arrived = [messages_of(asked, counts) for asked, counts in self._counts.finished()]
         if self._producer is not None:
             self._producer.publish(np.concatenate(arrived) if arrived else np.empty(0, MESSAGE))
-        if asks is None:
+        if asks is None or self._mute:
             return
         if self._producer is None:
-            self._producer = Producer(asks.ring)
+            try:
+                self._producer = Producer(asks.ring)
+            except BridgeError as error:
+                # It was there when the engine started. Somebody has removed it; requests need not suffer for that.
+                self._mute = True
+                logger.warning(
+                    "no more answers to the scheduler, so that thresholds evict nothing, only max_keep does, until the "
+                    "engine is started again: %s",
+                    error,
+                )
+                return
         if not self._counts.submit(self._compactor.count(asks.slots, asks.threshold), asks):
             logger.warning_once("the GPU is so far behind that an answer was left out; the scheduler will ask again")
 

@@ -88,7 +88,9 @@ class Asks:
         self._numbers: dict[str, tuple[int, int]] = {}  # of each request: its number, and how often it began again
         self._names: dict[int, str] = {}
         self._open: dict[str, _Open] = {}
+        self._asked_at: dict[str, int] = {}
         self._new: list[_Asked] = []
+        self._dead = False
         self.answered = self.stale = self.lost = 0
 
     def close(self) -> None:
@@ -103,6 +105,7 @@ class Asks:
             self._ring.unlink()
             self._linked = False
         if self._ring.broken:
+            self._dead = True
             logger.warning_once(
                 "something has written over the shared memory through which workers answer: thresholds evict nothing "
                 "any more, only max_keep does; start the engine again"
@@ -123,15 +126,22 @@ class Asks:
         return Answer(name, logical, keep)
 
     def waits(self, name: str) -> bool:
-        """Return whether a request has a question that may still be answered."""
+        """Return whether a request is not to be asked about: a question is open, or none will ever be answered."""
+        if self._dead:
+            return True
         asked = self._open.get(name)
         if asked is None:
             return False
         if self._step - asked.step < PATIENCE:
             return True
         del self._open[name]
+        self._asked_at.pop(name, None)
         self.lost += 1
         return False
+
+    def asked_at(self, name: str) -> int | None:
+        """Return how many tokens a request had when it was last asked about in this run; None: never, or in vain."""
+        return self._asked_at.get(name)
 
     def ask(self, name: str, epoch: int, logical: int, physical: int, protect: int, blocks: Sequence[int]) -> None:
         """Ask of a request in this step.
@@ -149,17 +159,20 @@ class Asks:
             self._numbers[name] = self._asked, 0
             self._names[self._asked] = name
         self._open[name] = _Open(self._step, self._numbers[name][1], epoch, logical, physical)
+        self._asked_at[name] = logical
         self._new.append(_Asked(name, epoch, logical, physical, protect, blocks))
 
     def finished(self, name: str) -> None:
         """Forget a request."""
         self._open.pop(name, None)
+        self._asked_at.pop(name, None)
         if (number := self._numbers.pop(name, None)) is not None:
             del self._names[number[0]]
 
     def preempted(self, name: str) -> None:
         """Note that a request will begin again."""
         self._open.pop(name, None)
+        self._asked_at.pop(name, None)
         if (number := self._numbers.get(name)) is not None:
             self._numbers[name] = number[0], number[1] + 1
 

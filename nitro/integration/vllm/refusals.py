@@ -140,13 +140,18 @@ def _quantisation_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def threshold_reasons(config: VllmConfig) -> Iterator[str]:
-    """Yield why a worker's answers would not reach the scheduler."""
+    """Yield why a worker's answers would not reach the scheduler, or not the only one."""
     parallel = config.parallel_config
-    elsewhere = parallel.distributed_executor_backend == "ray" or (_get(parallel, "nnodes") or 1) > 1
-    if elsewhere:
+    backend = parallel.distributed_executor_backend
+    if backend not in (None, "uni", "mp"):
         yield (
-            "a threshold with workers on other machines (--distributed-executor-backend ray, or --nnodes above 1): "
-            "workers answer the scheduler through shared memory; use a budget or a ratio, or one machine"
+            f"a threshold with distributed_executor_backend={backend!r}: rank 0's worker answers one scheduler, on its "
+            "machine, through shared memory; use a budget or a ratio, or --distributed-executor-backend mp"
+        )
+    if (_get(parallel, "nnodes") or 1) > 1:
+        yield (
+            f"a threshold with workers on {parallel.nnodes} machines: workers answer the scheduler through shared "
+            "memory; use a budget or a ratio, or --nnodes 1"
         )
 
 

@@ -147,9 +147,8 @@ class SchedulerSide:
         # If the bounds have led to an eviction since, it took those with the lowest scores: the answer still holds.
         keep = rule.answered(answer.keep, computed - answer.logical_len, computed, prompt)
         size = self.manager.block_size
-        return cdiv(keep, size) < cdiv(physical, size) and step.add(
-            name, computed, physical, keep, rule.protect(computed, prompt)
-        )
+        worth_it = cdiv(keep, size) < cdiv(physical, size) or rule.target(computed, physical, prompt) is not None
+        return worth_it and step.add(name, computed, physical, keep, rule.protect(computed, prompt))
 
     def _rule(self, request: Request) -> Rule:
         """Return the rule that a request is under."""
@@ -167,11 +166,23 @@ class SchedulerSide:
             return True
         gap = None if rule.never else rule.gap(computed, physical, prompt)
         if isinstance(rule, ThresholdRule) and gap is not None and gap <= 0:
-            self._ask(request, rule, computed, physical)
-            room = rule.room(computed, physical, prompt)
-            gap = PATIENCE if room is None else max(min(PATIENCE, room), 1)  # an answer comes up by itself
+            gap = self._question(request, rule, computed, physical)
         self._file(request, gap)
         return False
+
+    def _question(self, request: Request, rule: ThresholdRule, computed: int, physical: int) -> int:
+        """Ask about a request if that is due; return how many tokens later it is to be looked at again."""
+        assert self.asks is not None, "there is a threshold, so there are questions"
+        name = request.request_id
+        room, before = rule.room(computed, physical, request.num_prompt_tokens), self.asks.asked_at(name)
+        gap = PATIENCE  # an answer comes up by itself
+        if not self.asks.waits(name):
+            left = 0 if before is None else rule.left(room, computed - before)
+            if left > 0:
+                gap = left
+            else:
+                self._ask(request, rule, computed, physical)
+        return gap if room is None else max(min(gap, room), 1)
 
     def _asks_first(self, request: Request) -> bool:
         """Return whether the bounds wait for a step, so that a worker is asked about what they would evict.
@@ -182,10 +193,9 @@ class SchedulerSide:
         return decodes and self.asks is not None and not self.asks.waits(request.request_id)
 
     def _ask(self, request: Request, rule: ThresholdRule, computed: int, physical: int) -> None:
-        """Ask a worker how many tokens a request shall keep, unless that was asked already."""
+        """Ask a worker how many tokens a request shall keep."""
+        assert self.asks is not None
         name = request.request_id
-        if self.asks is None or self.asks.waits(name):
-            return
         blocks = self.manager.req_to_blocks[name][: cdiv(physical, self.manager.block_size)]
         protect = rule.protect(computed, request.num_prompt_tokens)
         ids = [block.block_id for block in blocks]

@@ -80,12 +80,15 @@ def test_refused_with_a_remedy(config: Any, part: str, changes: dict[str, Any], 
     assert says in found[0]
 
 
-@pytest.mark.parametrize("changes", [{"distributed_executor_backend": "ray"}, {"nnodes": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"distributed_executor_backend": "ray"}, {"distributed_executor_backend": "external_launcher"}, {"nnodes": 2}],
+)
 def test_a_threshold_needs_its_workers_on_one_machine(changes: dict[str, Any]) -> None:
     parallel = SimpleNamespace(**{"distributed_executor_backend": "mp", "nnodes": 1} | changes)
     config: Any = SimpleNamespace(parallel_config=parallel)
     (reason,) = refusals.threshold_reasons(config)
-    assert "workers answer the scheduler through shared memory; use a budget" in reason
+    assert "shared memory; use a budget or a ratio, or" in reason
     config.parallel_config = SimpleNamespace(distributed_executor_backend="mp")
     assert not list(refusals.threshold_reasons(config))
 
