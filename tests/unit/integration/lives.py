@@ -8,7 +8,7 @@ from typing import Any
 
 from nitro.integration.vllm.scheduler import PLAN
 
-from .simulation import Simulation
+from .simulation import BLOCK, Simulation
 
 SETTINGS: dict[str, Any] = {"budget": 40, "sinks": 2, "window": 4, "slack": 8}
 """Of the simulated server."""
@@ -79,7 +79,9 @@ def arrive(sim: Simulation, own: object) -> str:
     draw = sim.random
     shared = prompt(draw.choice([0, 16, 32, 48]), draw.randrange(2))
     tokens = [*shared, *prompt(draw.randint(1, 60), draw.randrange(1000))]
-    return sim.add(tokens, draw.randint(1, 90), own)
+    # One that is never evicted must fit by itself; vLLM sees to that at its start.
+    room = (sim.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1) * BLOCK - len(tokens)
+    return sim.add(tokens, min(draw.randint(1, 90), room), own)
 
 
 def mingle(sim: Simulation, steps: int, asked: Sequence[object] = (None,), turmoil: Turmoil = CALM) -> Happened:

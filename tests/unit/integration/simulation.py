@@ -142,7 +142,8 @@ class Simulation:
             elif self.in_flight:
                 self._deliver()
         else:
-            raise AssertionError(f"requests are stuck: {[r.request_id for r in self.scheduler.running]}")
+            left = [(r.request_id, str(r.status), r.num_tokens) for r in self.scheduler.requests.values()]
+            raise AssertionError(f"requests are stuck (id, status, tokens): {left}")
         assert_pool_whole(self.scheduler)
 
     def abort(self, name: str) -> None:
