@@ -174,9 +174,10 @@ class SchedulerSide:
         """Ask about a request if that is due; return how many tokens later it is to be looked at again."""
         assert self.asks is not None, "there is a threshold, so there are questions"
         name = request.request_id
-        room, before = rule.room(computed, physical, request.num_prompt_tokens), self.asks.asked_at(name)
+        room = rule.room(computed, physical, request.num_prompt_tokens)
         gap = PATIENCE  # an answer comes up by itself
         if not self.asks.waits(name):
+            before = self.asks.asked_at(name)  # None if that question was just given up as lost
             left = 0 if before is None else rule.left(room, computed - before)
             if left > 0:
                 gap = left
