@@ -45,37 +45,29 @@ def tested_minors() -> tuple[str, ...]:
     return TESTED_MINORS.get(device_type(), ())
 
 
-def untested_reason(version: str) -> str | None:
-    """Say why this vLLM is refused, or return None if it is served."""
-    tested = tested_minors()
+def _untested(version: str, tested: tuple[str, ...], said: str, remedy: str) -> str | None:
     if minor_of(version) in tested or os.environ.get(ALLOW_UNTESTED) == "1":
         return None
-    return (
-        f"vLLM {version} was never tested with Nitro on {device_type()} (tested: {', '.join(tested) or 'none'}): "
-        f"install one of these, or set {ALLOW_UNTESTED}=1 to try it at your own risk"
-    )
+    known = ", ".join(tested) or "none"
+    return f"{said} (tested: {known}): {remedy} {ALLOW_UNTESTED}=1 to try it at your own risk"
+
+
+def untested_reason(version: str) -> str | None:
+    """Say why this vLLM is refused, or return None if it is served."""
+    said = f"vLLM {version} was never tested with Nitro on {device_type()}"
+    return _untested(version, tested_minors(), said, "install one of these, or set")
 
 
 def untested_v2_reason(version: str) -> str | None:
     """Say why this vLLM's V2 model runner is refused, or return None if it is served."""
-    if minor_of(version) in TESTED_V2_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
-        return None
-    return (
-        f"the V2 model runner of vLLM {version} was never tested with Nitro (tested: "
-        f"{', '.join(TESTED_V2_MINORS) or 'none'}): set VLLM_USE_V2_MODEL_RUNNER=0, or {ALLOW_UNTESTED}=1 to try it at "
-        "your own risk"
-    )
+    said = f"the V2 model runner of vLLM {version} was never tested with Nitro"
+    return _untested(version, TESTED_V2_MINORS, said, "set VLLM_USE_V2_MODEL_RUNNER=0, or")
 
 
 def untested_fp8_reason(version: str) -> str | None:
     """Say why this vLLM's FP8 KV caches are refused, or return None if they are served."""
-    if minor_of(version) in TESTED_FP8_MINORS or os.environ.get(ALLOW_UNTESTED) == "1":
-        return None
-    return (
-        f"FP8 KV caches of vLLM {version} were never tested with Nitro on a GPU (tested: "
-        f"{', '.join(TESTED_FP8_MINORS) or 'none'}): use --kv-cache-dtype auto, or set {ALLOW_UNTESTED}=1 to try it at "
-        "your own risk"
-    )
+    said = f"FP8 KV caches of vLLM {version} were never tested with Nitro on a GPU"
+    return _untested(version, TESTED_FP8_MINORS, said, "use --kv-cache-dtype auto, or set")
 
 
 @dataclass(frozen=True, slots=True)
