@@ -74,22 +74,17 @@ def activate(config: VllmConfig, settings: Settings) -> None:
     require_supported(config, settings)
     require_hooks()
     length = config.model_config.max_model_len
-    if settings.budget is not None and settings.budget + settings.slack > length:
-        logger.warning(
-            "Nitro will never evict, unless requests ask for less: budget=%d plus slack=%d is more than "
-            "max_model_len=%d; lower them",
-            settings.budget,
-            settings.slack,
-            length,
-        )
-    if settings.min_keep is not None and settings.min_keep + settings.slack > length:
-        logger.warning(
-            "Nitro will never evict, unless requests ask for less: min_keep=%d plus slack=%d is more than "
-            "max_model_len=%d; lower them",
-            settings.min_keep,
-            settings.slack,
-            length,
-        )
+    for name in ("budget", "min_keep"):
+        least = getattr(settings, name)
+        if least is not None and least + settings.slack > length:
+            logger.warning(
+                "Nitro will never evict, unless requests ask for less: %s=%d plus slack=%d is more than "
+                "max_model_len=%d; lower them",
+                name,
+                least,
+                settings.slack,
+                length,
+            )
     additional = config.additional_config
     assert isinstance(additional, dict)  # settings_in found the settings in it
     config.additional_config = {**additional, KEY: settings.to_dict()}
