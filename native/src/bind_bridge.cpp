@@ -11,12 +11,44 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "nitro/bridge.hpp"
 
 namespace py = pybind11;
+
+// In place of PYBIND11_NUMPY_DTYPE, which writes a format string with a stream (text.hpp says why there are none).
+template <>
+struct py::detail::npy_format_descriptor<nitro::Message> {
+  static constexpr auto name = const_name("MESSAGE");
+
+  static py::dtype dtype() {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::dtype> made;
+    return made.call_once_and_store_result(make).get_stored();
+  }
+
+ private:
+  static py::dtype make() {
+    using nitro::Message;
+    py::list names, formats, offsets;
+    const auto field = [&]<typename T>(const char* field_name, std::size_t offset, T Message::*) {
+      names.append(field_name);
+      formats.append(py::dtype::of<T>());
+      offsets.append(offset);
+    };
+    field("request", offsetof(Message, request), &Message::request);
+    field("step", offsetof(Message, step), &Message::step);
+    field("run", offsetof(Message, run), &Message::run);
+    field("epoch", offsetof(Message, epoch), &Message::epoch);
+    field("logical_len", offsetof(Message, logical_len), &Message::logical_len);
+    field("physical_len", offsetof(Message, physical_len), &Message::physical_len);
+    field("keep", offsetof(Message, keep), &Message::keep);
+    field("flags", offsetof(Message, flags), &Message::flags);
+    return {std::move(names), std::move(formats), std::move(offsets), sizeof(Message)};
+  }
+};
 
 namespace nitro {
 namespace {
@@ -67,7 +99,6 @@ void bind_bridge(py::module_& m) {
     }
   });
 
-  PYBIND11_NUMPY_DTYPE(Message, request, step, run, epoch, logical_len, physical_len, keep, flags);
   m.attr("MESSAGE") = py::dtype::of<Message>();
   m.attr("RING_LAYOUT") = layout();
   m.attr("SHARED_MEMORY") = kSharedMemory;

@@ -5,10 +5,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
-#include <fstream>
+#include <cinttypes>
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <string>
 
 #include "nitro/segment.hpp"
@@ -23,21 +24,32 @@ struct Status {
   std::uint64_t start_ticks = 0;
 };
 
+// The first line of a short file, or nothing.
+std::optional<std::string> line_of(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return std::nullopt;
+  std::array<char, 1024> line;
+  const bool read = std::fgets(line.data(), static_cast<int>(line.size()), file) != nullptr;
+  std::fclose(file);
+  if (!read) return std::nullopt;
+  std::string found = line.data();
+  if (!found.empty() && found.back() == '\n') found.pop_back();
+  return found;
+}
+
 // Nothing if /proc does not show the process.
 std::optional<Status> status_of(pid_t pid) {
-  std::ifstream file(text("/proc/", pid, "/stat"));
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
+  const std::optional<std::string> line = line_of(text("/proc/", pid, "/stat"));
+  if (!line) return std::nullopt;
   // The second field is the program's name in parentheses, and may hold blanks and parentheses itself.
-  const std::size_t name_end = line.rfind(')');
+  const std::size_t name_end = line->rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
-  std::istringstream fields(line.substr(name_end + 1));
   Status status;
-  std::string skipped;
-  fields >> status.state;  // field 3
-  for (int field = 4; field < 20; ++field) fields >> skipped;
-  fields >> status.threads >> skipped >> status.start_ticks;  // 20, 21 and 22
-  if (!fields) return std::nullopt;
+  const int found = std::sscanf(line->c_str() + name_end + 1,
+                                " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s"  // 3, 4 to 19
+                                " %" SCNd64 " %*s %" SCNu64,                                           // 20, 21, 22
+                                &status.state, &status.threads, &status.start_ticks);
+  if (found != 3) return std::nullopt;
   return status;
 }
 
@@ -60,9 +72,9 @@ ProcessPlace ProcessPlace::of_this_process() {
   if (place.pid_namespace == 0) without_proc("/proc/self/ns/pid");
   place.time_namespace = namespace_of("/proc/self/ns/time");
   const char* boot_path = "/proc/sys/kernel/random/boot_id";
-  std::string boot;
-  if (!std::getline(std::ifstream(boot_path), boot)) without_proc(boot_path);
-  boot.copy(place.boot.data(), place.boot.size());
+  const std::optional<std::string> boot = line_of(boot_path);
+  if (!boot) without_proc(boot_path);
+  boot->copy(place.boot.data(), place.boot.size());
   return place;
 }
 

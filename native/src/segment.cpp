@@ -8,9 +8,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
-#include <iomanip>
 #include <new>
 #include <utility>
 
@@ -147,10 +148,10 @@ void claim(const std::string& name, Header& header) {
 }  // namespace
 
 std::string segment_name(std::uint64_t engine, std::uint32_t rank) {
-  std::ostringstream out;
-  out << "nitro-" << ::geteuid() << '-' << std::hex << std::setw(16) << std::setfill('0') << engine << std::dec << '-'
-      << rank;
-  return out.str();
+  std::array<char, 16> digits;
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), engine, 16).ptr;
+  const std::string hexadecimal(digits.data(), end);
+  return text("nitro-", ::geteuid(), "-", std::string(digits.size() - hexadecimal.size(), '0'), hexadecimal, "-", rank);
 }
 
 Segment Segment::create(std::uint64_t engine, std::uint32_t rank, std::uint64_t capacity) {

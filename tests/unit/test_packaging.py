@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import nitro
+from nitro import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +56,16 @@ def test_torch_and_vllm_are_not_required() -> None:
     required = [line for line in distribution("nitro-kv").requires or [] if "extra ==" not in line]
     assert required, "the metadata lists no requirements at all"
     assert not [line for line in required if line.startswith(("torch", "vllm"))]
+
+
+def test_the_extension_uses_no_streams() -> None:
+    """A second libstdc++, which other packages may bring and export, numbers locales' facets anew: streams crash then.
+
+    It did happen, beside a CUDA build of vLLM, in the first line that put a number into a stream.
+    """
+    binary = Path(_native.__file__).read_bytes()
+    assert b"PyInit__native" in binary
+    assert not re.findall(rb"_ZN[A-Za-z0-9]*(?:stream|locale|_ios|So|Si)[A-Za-z0-9_]*", binary)
 
 
 def test_importing_nitro_loads_neither_torch_nor_vllm() -> None:
