@@ -20,7 +20,7 @@ import pytest
 import torch
 from faulty_bridge import FaultyProducer
 
-from nitro.integration.vllm import compat
+from nitro.integration.vllm.fp8 import FP8_KV
 from nitro.testing import matrix, models, storm
 from nitro.testing.report import Report
 
@@ -41,10 +41,9 @@ FP32_NOISE = 0.2
 BF16_MISMATCHES = 0.12
 BF16_MEAN_LOGPROB_ERROR = 0.12
 # With an FP8 cache the oracle rounds queries, keys and values, as the engine does. What the engine rounds beside them
-# are the weights of values, to 4 bits; and where K or V are in bf16 before, some become the next FP8 number. These
-# bounds are generous guesses, to be set near what is measured on a GPU.
-FP8_MISMATCHES = 0.4
-FP8_MEAN_LOGPROB_ERROR = 0.6
+# are the weights of values, to 4 bits; and where K or V are in bf16 before, some become the next FP8 number. Measured
+# were 12 and 22 % mismatches, and mean errors of 0.16 and 0.47, with and without evictions.
+FP8_NOISE = {"float32": (0.16, 0.22), "bfloat16": (0.28, 0.55)}
 FP8_EXCESS = 0.04  # of the share of mismatches, over that without evictions: of some 2,000 tokens, three deviations
 FP8_SCENARIOS = ("tight", "all")
 BF16_SCENARIOS = ("prefix", "chunked", "tight", "all")
@@ -137,22 +136,20 @@ def test_noise_floor(tmp_path: Path, runner: Any, dtype: str, backend: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend", "graphs"),
+    ("dtype", "cache", "backend", "graphs"),
     [
-        ("float32", "TRITON_ATTN", "eager"),
-        ("bfloat16", "TRITON_ATTN", "full"),
-        ("bfloat16", "FLASH_ATTN", "full"),
-        ("bfloat16", "FLASH_ATTN", "eager"),
+        ("float32", "fp8", "TRITON_ATTN", "eager"),
+        ("float32", "fp8_e5m2", "TRITON_ATTN", "full"),
+        ("bfloat16", "fp8", "TRITON_ATTN", "full"),
+        ("bfloat16", "fp8", "FLASH_ATTN", "full"),
+        ("bfloat16", "fp8", "FLASH_ATTN", "eager"),
     ],
 )
-def test_fp8_cache(
-    tmp_path: Path, runner: Any, dtype: str, backend: str, graphs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_cache(tmp_path: Path, runner: Any, dtype: str, cache: str, backend: str, graphs: str) -> None:
     """Evictions from an FP8 cache add nothing to what differs without them."""
-    monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
     if torch.cuda.get_device_capability() < ((9, 0) if backend == "FLASH_ATTN" else (8, 9)):
         pytest.skip(f"{backend} has no FP8 cache on this GPU")
-    options = {"attention_backend": backend, "kv_cache_dtype": "fp8", **GRAPHS[graphs]}
+    options = {"attention_backend": backend, "kv_cache_dtype": cache, **GRAPHS[graphs]}
     reports, faults = {"without evictions": Report(), "with evictions": Report()}, {}
     for name in FP8_SCENARIOS:
         for label, scenario, chosen in (
@@ -161,8 +158,8 @@ def test_fp8_cache(
         ):
             with tiny(tmp_path, scenario, getattr(torch, dtype), runner, **options) as (llm, reference):
                 for policy in chosen:
-                    outcome = matrix.run_cell(llm, reference, scenario, policy, cached_as=torch.float8_e4m3fn)
-                    print(f"CELL fp8 {dtype} {runner} {backend} {name} {graphs} {label} {policy}: {outcome.report}")
+                    outcome = matrix.run_cell(llm, reference, scenario, policy, cached_as=FP8_KV[cache])
+                    print(f"CELL {cache} {dtype} {runner} {backend} {name} {graphs} {label} {policy}: {outcome.report}")
                     reports[label] += outcome.report
                     if label == "with evictions" and (
                         found := outcome.faults(scenario, tie=math.inf, logprob_error=math.inf)
@@ -172,10 +169,11 @@ def test_fp8_cache(
     floor, evicted = reports.values()
     assert floor.evictions == 0 < evicted.evictions
     shares = [len(report.mismatches) / report.tokens_compared for report in (floor, evicted)]
-    assert max(shares) < FP8_MISMATCHES, shares
-    assert shares[1] < shares[0] + FP8_EXCESS, shares
     errors = [report.mean_logprob_error for report in (floor, evicted)]
-    assert max(errors) < FP8_MEAN_LOGPROB_ERROR, errors
+    most, largest = FP8_NOISE[dtype]
+    assert max(shares) < most, shares
+    assert max(errors) < largest, errors
+    assert shares[1] < shares[0] + FP8_EXCESS, shares
     # Full attention would have said something else: what would differ if the wrong tokens were kept.
     assert evicted.differs_from_full > 2 * len(evicted.mismatches)
 

@@ -15,8 +15,8 @@ TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 """By device type; see docs/benchmarks.md for what was run."""
 TESTED_V2_MINORS: tuple[str, ...] = ("0.26",)
 """Those whose V2 model runner (the default on GPUs) was tested."""
-TESTED_FP8_MINORS: tuple[str, ...] = ()
-"""Those on which FP8 KV caches were tested: none yet."""
+TESTED_FP8_MINORS: tuple[str, ...] = ("0.26",)
+"""Those on which FP8 KV caches were tested."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
