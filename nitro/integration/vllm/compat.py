@@ -16,7 +16,7 @@ TESTED_MINORS = {"cpu": ("0.28", "0.30", "0.32"), "cuda": ("0.26",)}
 TESTED_V2_MINORS: tuple[str, ...] = ("0.26",)
 """Those whose V2 model runner (the default on GPUs) was tested."""
 TESTED_FP8_MINORS: tuple[str, ...] = ("0.26",)
-"""Those on which FP8 KV caches were tested."""
+"""Those on which FP8 KV caches (e4m3) were tested."""
 ALLOW_UNTESTED = "NITRO_ALLOW_UNTESTED_VLLM"
 
 
@@ -64,8 +64,12 @@ def untested_v2_reason(version: str) -> str | None:
     return _untested(version, TESTED_V2_MINORS, said, "set VLLM_USE_V2_MODEL_RUNNER=0, or")
 
 
-def untested_fp8_reason(version: str) -> str | None:
-    """Say why this vLLM's FP8 KV caches are refused, or return None if they are served."""
+def untested_fp8_reason(version: str, dtype: str) -> str | None:
+    """Say why this vLLM's FP8 KV caches of a dtype (vLLM's name) are refused, or return None if they are served."""
+    if dtype == "fp8_e5m2":
+        # FlashAttention and Triton attention of vLLM 0.26 refuse it themselves.
+        said = f"FP8 KV caches of dtype {dtype} were never tested with Nitro on a GPU"
+        return _untested(version, (), said, "use --kv-cache-dtype fp8, or set")
     said = f"FP8 KV caches of vLLM {version} were never tested with Nitro on a GPU"
     return _untested(version, TESTED_FP8_MINORS, said, "use --kv-cache-dtype auto, or set")
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nitro.collector import Collector
+    from nitro.forecast import Forecast
 
 
 class NitroFullAttentionManager(FullAttentionManager):
@@ -23,31 +24,47 @@ class NitroFullAttentionManager(FullAttentionManager):
 
     nitro: Collector
     nitro_peak: Callable[[str, int], int]
+    nitro_reserve: Callable[[], int]
+    nitro_forecast: Forecast
 
     @classmethod
-    def adopt(cls, manager: FullAttentionManager, collector: Collector, peak: Callable[[str, int], int]) -> None:
+    def adopt(
+        cls,
+        manager: FullAttentionManager,
+        collector: Collector,
+        peak: Callable[[str, int], int],
+        reserve: Callable[[], int],
+        forecast: Forecast,
+    ) -> None:
         """Turn a stock manager into Nitro's.
 
         Args:
             manager: the manager of the only KV cache group.
             collector: the ledger of evicted requests.
             peak: returns the most slots that a request (by id) holds while so many tokens of it are prefilled.
+            reserve: returns the blocks that have to stay free when a request is admitted.
+            forecast: forgets requests that end or are preempted.
         """
         manager.__class__ = cls
         manager.nitro = collector
         manager.nitro_peak = peak
+        manager.nitro_reserve = reserve
+        manager.nitro_forecast = forecast
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Count the blocks a request still needs for ``num_tokens`` logical tokens.
 
         vLLM admits a request when its whole prompt would fit (``apply_admission_cap``). What the request will hold at
         once is enough; vLLM has a bound for that itself, but one for all requests, and under a name that changes.
+        A request that is to be admitted needs what the running ones are about to take, on top of its own: otherwise
+        one of them would be preempted for it.
         """
+        reserve = 0 if self.req_to_blocks.get(request_id) else self.nitro_reserve()
         slots = num_tokens - self.nitro.evicted(request_id)
         if kwargs.get("apply_admission_cap"):
             # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
             slots = min(slots, self.nitro_peak(request_id, num_tokens) + self.block_size)
-        return super().get_num_blocks_to_allocate(request_id, slots, *args, **kwargs)
+        return reserve + super().get_num_blocks_to_allocate(request_id, slots, *args, **kwargs)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int, *args: Any, **kwargs: Any
@@ -69,4 +86,5 @@ class NitroFullAttentionManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget a finished or preempted request, and return its blocks."""
         self.nitro.release(request_id)
+        self.nitro_forecast.drop(request_id)
         return super().pop_blocks_for_free(request_id)

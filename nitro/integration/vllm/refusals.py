@@ -128,7 +128,7 @@ def _quantisation_reasons(config: VllmConfig) -> Iterator[str]:
         return
     if str(config.device_config.device_type) == "cpu":
         yield f"KV cache of dtype {dtype} on a CPU: Nitro reads FP8 on GPUs only; use --kv-cache-dtype auto"
-    elif untested := untested_fp8_reason(vllm_version()):
+    elif untested := untested_fp8_reason(vllm_version(), dtype):
         yield untested
     if skipped := _get(cache, "kv_cache_dtype_skip_layers"):
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,6 +18,7 @@ import nitro
 from nitro.collector import Collector
 from nitro.due import DueCalendar
 from nitro.errors import UnsupportedError
+from nitro.forecast import Forecast
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.asks import PATIENCE, Asks
@@ -66,7 +67,10 @@ class SchedulerSide:
         def peak(request_id: str, tokens: int) -> int:
             return self._rule(scheduler.requests[request_id]).peak(tokens, chunk)
 
-        NitroFullAttentionManager.adopt(self.manager, self.collector, peak)
+        self.forecast = Forecast(self.manager.block_size)
+        NitroFullAttentionManager.adopt(
+            self.manager, self.collector, peak, lambda: self._reserve(scheduler.requests, peak), self.forecast
+        )
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
         self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
@@ -100,6 +104,7 @@ class SchedulerSide:
             requests: vLLM's, by id; those that cannot be due yet are not looked at.
         """
         free = self.pool.get_num_free_blocks()
+        self.forecast.begin_step()
         step = StepEvictions(self.manager, self.pool, self.collector)
         up = dict.fromkeys([*self.calendar.begin_step(), *self.growing])
         due = self._answered(requests, step, up)
@@ -118,6 +123,21 @@ class SchedulerSide:
         self._net_freed += self.pool.get_num_free_blocks() - free
         self._count(len(step), step.tokens)
         return plan
+
+    def _reserve(self, requests: Mapping[str, Request], peak: Callable[[str, int], int]) -> int:
+        """Return how many free blocks the running requests are about to take.
+
+        vLLM admits a request as soon as its prompt fits. Then those whose prompts are still computed, and those that
+        grow until their next eviction, find the pool empty, and one of them loses all that was computed for it.
+        """
+        blocks, size, found = self.manager.req_to_blocks, self.manager.block_size, self.forecast.most
+        for name in self.growing:
+            request = requests.get(name)
+            if request is not None and request.status == RequestStatus.RUNNING:
+                tokens = request.num_tokens
+                slots = min(tokens - self.collector.evicted(name), peak(name, tokens))
+                found += max(cdiv(slots, size) - len(blocks[name]), 0)
+        return found
 
     def _answered(
         self, requests: Mapping[str, Request], step: StepEvictions, up: dict[str, None]
@@ -226,11 +246,14 @@ class SchedulerSide:
             request: the request.
             unjudged: tokens that came too late for the answer that this follows.
         """
-        rule = self._rule(request)
+        rule, computed = self._rule(request), request.num_computed_tokens
         if not isinstance(rule, ThresholdRule):
             self._file(request, rule.slack)  # which is what it may grow by after an eviction
+            if request.request_id not in self.growing:
+                physical = computed - self.collector.evicted(request.request_id)
+                left = request.num_prompt_tokens + request.max_tokens - computed
+                self.forecast.cut(request.request_id, physical, rule.slack, left)
             return
-        computed = request.num_computed_tokens
         physical = computed - self.collector.evicted(request.request_id)
         self._file(request, rule.pause(computed, physical, request.num_prompt_tokens, unjudged=unjudged))
 

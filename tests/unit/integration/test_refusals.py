@@ -145,7 +145,8 @@ def test_all_reasons_are_given_at_once(tiny: Callable[[str], Path]) -> None:
     ("changes", "says"),
     [
         ({}, None),
-        ({"cache_dtype": "fp8_e5m2"}, None),
+        ({"cache_dtype": "fp8_e4m3"}, None),
+        ({"cache_dtype": "fp8_e5m2"}, "dtype fp8_e5m2 were never tested .* use --kv-cache-dtype fp8, or"),
         ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5: .* drop it"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales may change scales"),
     ],
