@@ -32,11 +32,10 @@ def test_each_calls_only_what_exists(path: Path) -> None:
     workflow = load(path.stem)
     assert workflow["permissions"] == {"contents": "read"}
     text = "\n".join(step.get("run", "") for step in steps(workflow))
-    scripts = set(re.findall(r"\bci/[\w.]+", text))
-    assert scripts, "nothing of ours is called"
+    scripts, targets = set(re.findall(r"\bci/[\w.]+", text)), set(re.findall(r"\bmake (\w+)", text))
+    assert scripts | targets, "nothing of ours is called"
     for script in scripts:
         subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-    targets = set(re.findall(r"\bmake (\w+)", text))
     known = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert targets <= known
     for step in steps(workflow):
@@ -50,8 +49,7 @@ def test_each_calls_only_what_exists(path: Path) -> None:
 def test_the_cpus_runs_all_of_make_test_for_every_push_and_pull_request() -> None:
     workflow = load("cpu")
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 takes "on" for a boolean
-    (stages,) = re.findall(r"^test: setup.*\n\t@(bash ci/cpu\.sh .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert stages in [step.get("run") for step in steps(workflow)]
+    assert [step for step in steps(workflow) if step.get("run", "").startswith("make test")]
     assert any(step.get("with", {}).get("cache") == "pip" for step in steps(workflow))
 
 
