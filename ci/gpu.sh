@@ -59,7 +59,7 @@ if wanted sanitize; then
     "racecheck compute-sanitizer --tool racecheck --error-exitcode 9 $small"
 fi
 wanted oracle && NITRO_TEST_MODEL=${MODEL:-} stage oracle "${pytest[@]}" -m gpu -rA "${at_once[@]}" tests/gpu/test_oracle.py
-wanted perf && stage perf "${pytest[@]}" -m perf tests/perf
+wanted perf && stage perf bash ci/perf.sh
 if wanted bench; then
   for name in kernels naive write; do
     stage "bench_$name" "${python[@]}" "ci/bench_$name.py" --json "$out/bench_$name.json"
