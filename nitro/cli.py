@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 import nitro
+from nitro.bench.cli import bench
 from nitro.demo.settings import DemoSettings
 from nitro.errors import NitroError
 
@@ -19,6 +20,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+main.add_typer(bench)
 _DEFAULT = DemoSettings()
 
 
