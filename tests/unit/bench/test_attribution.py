@@ -119,14 +119,6 @@ def test_known_parts() -> None:
 
 TWO = {"requests": 10.0, "tokens": 100.0, "again": 0.0, "pairs": 500.0, "pairs_again": 0.0, "kv_tokens": 500.0}
 TWO |= {"evictions": 0.0}
-    "requests": 10.0,
-    "tokens": 100.0,
-    "again": 0.0,
-    "pairs": 500.0,
-    "pairs_again": 0.0,
-    "kv_tokens": 500.0,
-    "evictions": 0.0,
-}
 
 
 @pytest.mark.parametrize("time", [exact, noisy, overlapping])
