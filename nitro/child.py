@@ -68,9 +68,7 @@ class Child:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the process to end by itself; return its status."""
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+        self._hang_up()
         return self._process.wait(timeout)
 
     def stop(self) -> None:
@@ -82,6 +80,7 @@ class Child:
             except subprocess.TimeoutExpired:
                 self._signal(signal.SIGKILL)
                 self._process.wait()
+        self._hang_up()
         self._events.close()
 
     def failure(self, name: str) -> str:
@@ -89,6 +88,11 @@ class Child:
         status = self._process.wait()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"the {name} engine {how}: its last lines are below, all of them in {self.log}\n{last_lines(self.log)}"
+
+    def _hang_up(self) -> None:
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

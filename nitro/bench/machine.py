@@ -23,7 +23,7 @@ from nitro.child import Child
 from nitro.device import Device, detect
 from nitro.errors import NitroError
 
-COMMAND = (sys.executable, "-m", "nitro.bench.machine")
+COMMAND = (sys.executable, "-P", "-m", "nitro.bench.machine")  # -P: a checkout must not shadow what is installed
 _CPU_BYTES, _GPU_BYTES, _REPEATS = 2**27, 2**31, 9
 
 
