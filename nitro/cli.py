@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 import nitro
+from nitro.bench.cli import bench
 from nitro.capacity.cli import plan
 from nitro.demo.settings import DemoSettings
 from nitro.errors import NitroError
@@ -21,6 +22,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.command()(plan)
+main.add_typer(bench)
 _DEFAULT = DemoSettings()
 
 

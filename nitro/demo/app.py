@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from nitro.demo import device, models, plot, report, summary, texts
+from nitro import device
+from nitro.demo import models, plot, report, summary, texts
 from nitro.demo.engine import EngineSpec
 from nitro.demo.process import DemoError, run_engine
 from nitro.demo.quality import answer_nlls

@@ -19,14 +19,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from nitro import child
 from nitro.cli import main
 from nitro.demo import app, models, plot, process, quality, report, summary, texts
-from nitro.demo.device import Device
 from nitro.demo.engine import EngineSpec
 from nitro.demo.probe import Probe
 from nitro.demo.process import DemoError
 from nitro.demo.records import Answer, Run, Step
 from nitro.demo.settings import DemoSettings
+from nitro.device import Device
 from nitro.errors import ModelFetchError, SettingsError
 from nitro.types import Counters
 
@@ -363,7 +364,7 @@ def test_a_failed_engine_is_reported_with_its_last_lines(
         process.run_engine(a_spec(), CPU, tmp_path / "log", lambda _: None)
     assert f"the stock engine {how}" in str(caught.value)
     assert str(tmp_path / "log") in str(caught.value)
-    assert str(caught.value).count("\n") <= process.LAST_LINES
+    assert str(caught.value).count("\n") <= child.LAST_LINES
 
 
 def test_the_engine_ends_when_the_demo_is_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

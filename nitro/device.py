@@ -1,4 +1,4 @@
-"""Everything in the demo that depends on the hardware."""
+"""What the demo and the benchmarks do differently on different hardware."""
 
 from __future__ import annotations
 
