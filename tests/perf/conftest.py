@@ -8,21 +8,17 @@ from pathlib import Path
 import pytest
 from gates import load_baseline, load_targets, slug
 from perf_judge import Judge
+from perf_measure import facts
 from rich.console import Console
 
 _JUDGE = pytest.StashKey[Judge]()
 
 
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 @pytest.fixture(scope="session")
 def perf(pytestconfig: pytest.Config) -> Judge:
-    card = slug(_device())
-    judge = pytestconfig.stash[_JUDGE] = Judge(card, load_targets(card), load_baseline(card))
+    about = facts()
+    card = slug(about["device"])
+    judge = pytestconfig.stash[_JUDGE] = Judge(card, load_targets(card), load_baseline(card), about)
     return judge
 
 

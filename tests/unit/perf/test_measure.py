@@ -14,6 +14,7 @@ from perf_measure import (
     GROUPS,
     MeasureError,
     Measurer,
+    facts,
     from_ample,
     from_essay,
     from_kernels,
@@ -136,3 +137,10 @@ def test_planted_places_exist() -> None:
             for part in name.split("."):
                 found = getattr(found, part)
             assert callable(found)
+
+
+def test_what_goes_with_figures() -> None:
+    """A baseline without these could not be told from one of another machine."""
+    found = facts()
+    assert all(found[name] for name in ("device", "date", "torch", "vllm"))
+    assert facts(Path("/"))["commit"] is None
