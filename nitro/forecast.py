@@ -83,7 +83,7 @@ class Forecast:
 
     @property
     def most(self) -> int:
-        """The most blocks that they will have taken after this step, and not given back, at the end of any later one."""
+        """The most blocks that they will have taken after this step, and not given back, in any later step."""
         if self._most is None:
             self._most = max(accumulate((self._changes[step] for step in sorted(self._changes)), initial=0))
         return self._most
