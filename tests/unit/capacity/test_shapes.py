@@ -14,8 +14,8 @@ from nitro.capacity.pool import Layout, weight_bytes
 from nitro.capacity.shapes import Shape, named_shapes, parse, shape_of
 from nitro.errors import SettingsError
 
-# Known of the checkpoints before anything was computed, but for qwen3-0.6b, mistral-7b-v0.1 and deepseek-v3: these three
-# only pin what the formula gives today.
+# Known of the checkpoints before anything was computed, but for qwen3-0.6b, mistral-7b-v0.1 and deepseek-v3: these
+# three only pin what the formula gives today.
 WEIGHTS = {
     "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768,
