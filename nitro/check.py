@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.table import Table
 
 import nitro
 from nitro.config import Settings
+from nitro.versions import installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,8 @@ class Finding:
 
 
 def _installed(*names: str) -> str:
-    for name in names:
-        try:
-            return f"{version(name)}" + ("" if name == names[0] else f" ({name})")
-        except PackageNotFoundError:
-            continue
+    for name, found in installed(*names).items():
+        return found + ("" if name == names[0] else f" ({name})")
     return "not installed"
 
 

@@ -17,7 +17,8 @@ from nitro.bench.plan import Engine, Load, Plan
 from nitro.child import Child
 from nitro.errors import SettingsError
 
-COMMAND = (sys.executable, "-P", "-m", "nitro.bench.engine")  # -P: a checkout must not shadow what is installed
+# -P: a checkout must not shadow what is installed.
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "nitro.bench.engine")
 _USABLE = 0.95  # of the free memory
 _PATIENCE_S = 20.0
 Follow = Callable[[dict[str, Any]], None]

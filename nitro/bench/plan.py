@@ -113,9 +113,7 @@ class Plan:
 
     def memory(self, engine: Engine) -> int:
         """Return about how much memory an engine takes: weights, cache, positions, and what else it allocates."""
-        beside = (
-            0 if engine.nitro is None else engine.blocks * self.block_size * self.model.layers * self.model.kv_heads * 4
-        )
+        beside = 0 if engine.nitro is None else engine.blocks * self.block_size * self.model.position_bytes()
         else_ = 4 * 10**9 if self.device.kind == "cuda" else 15 * 10**8
         return self.itemsize * self.model.parameters() + self.pool_bytes(engine) + beside + else_
 

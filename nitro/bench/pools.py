@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from nitro.bench.shapes import Model
+from nitro.capacity.cards import card_named
+from nitro.capacity.pool import UTILISATION, blocks_of
 from nitro.errors import SettingsError
 
-GPU_MEMORY_UTILIZATION = 0.92
-"""vLLM's default (``CacheConfig.gpu_memory_utilization``, 0.26 to 0.32)."""
-CARDS = {"l4": 24 * 10**9}
-"""Memory by NVIDIA's datasheet, in bytes."""
+CARDS = {name: int(card_named(name).memory_gb * 10**9) for name in ("l4",)}
+"""Memory by NVIDIA's datasheet, in bytes, of the cards for which the reserve below was measured."""
 ACTIVATION_RESERVE = 3_053_000_000
 """What vLLM keeps beside weights and cache: activations of its profile run, CUDA graphs, the context.
 
@@ -20,7 +20,6 @@ all there is: for other models it is a guess, and grows in truth with their voca
 """
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", re.IGNORECASE)
 _UNITS = {"gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
-SCRATCH_BYTES = 256 * 2**20  # as nitro.kernel_compactor, which imports torch
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def card_bytes(card: str, weights: int) -> int:
     Raises:
         SettingsError: the weights leave nothing.
     """
-    left = int(CARDS[card] * GPU_MEMORY_UTILIZATION) - weights - ACTIVATION_RESERVE
+    left = int(CARDS[card] * UTILISATION) - weights - ACTIVATION_RESERVE
     if left <= 0:
         raise SettingsError(
             f"pool={card}: weights of {weights / 1e9:.1f} GB leave nothing of its {CARDS[card] / 1e9:.0f} GB for a "
@@ -98,9 +97,7 @@ def parse(text: str, model: Model, *, block_size: int, itemsize: int, requests: 
 def nitro_blocks(blocks: int, model: Model, *, block_size: int, itemsize: float) -> int:
     """Return the blocks left to Nitro in memory that holds ``blocks`` without it, on a GPU.
 
-    Beside the cache it keeps an int32 for each slot of each layer and KV head, and room for scores: see
-    docs/architecture.md.
+    It is what the planner counts, too (`nitro.capacity.pool.blocks_of`).
     """
     cached = block_size * model.kv_bytes(itemsize)
-    beside = block_size * model.layers * model.kv_heads * 4
-    return int(max(blocks * cached - SCRATCH_BYTES, 0) // (cached + beside))
+    return blocks_of(blocks * cached, cached, beside=block_size * model.position_bytes())

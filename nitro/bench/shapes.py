@@ -8,28 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from nitro._suggest import nearest
+from nitro.capacity.parameters import Parameters, count
+from nitro.capacity.pool import POSITION_BYTES
+from nitro.capacity.shapes import named_shapes
 from nitro.errors import SettingsError
 
-_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True}
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 5e5}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-
-
-def _sizes(*values: int, vocab: int, head_dim: int | None = None) -> dict[str, int]:
-    sizes = dict(zip(_SIZES, values, strict=True)) | {"vocab_size": vocab}
-    return sizes | ({} if head_dim is None else {"head_dim": head_dim})
-
+_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
+}
+_TINY = dict(zip(_SIZES, (128, 256, 2, 4, 2), strict=True)) | {"vocab_size": 512, "head_dim": 32}
+_NAMED = ("smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b")
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _LLAMA | {"tie_word_embeddings": True} | _sizes(128, 256, 2, 4, 2, vocab=512, head_dim=32),
-    "smollm2-135m": _LLAMA | {"tie_word_embeddings": True} | _sizes(576, 1536, 30, 9, 3, vocab=49_152),
-    "qwen2.5-0.5b": _QWEN2 | _sizes(896, 4864, 24, 14, 2, vocab=151_936),
-    "llama-3.2-1b": _LLAMA | {"tie_word_embeddings": True} | _sizes(2048, 8192, 16, 32, 8, vocab=128_256, head_dim=64),
-    "llama-3.1-8b": _LLAMA
-    | {"tie_word_embeddings": False}
-    | _sizes(4096, 14_336, 32, 32, 8, vocab=128_256, head_dim=128),
+    name: _KINDS[sizes["model_type"]] | sizes
+    for name, sizes in {
+        "tiny": {"model_type": "llama", "tie_word_embeddings": True} | _TINY,
+        **{name: named_shapes()[name] for name in _NAMED},
+    }.items()
 }
-"""Configurations as in each model's ``config.json``; ``tiny`` is nobody's model, but small enough for tests."""
+"""Configurations: the planner's shapes, with what vLLM needs beside the sizes.
+
+``tiny`` is nobody's model, but small enough for tests.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,22 @@ class Model:
         """Return the bytes of keys and values of one token in all layers, with numbers of so many bytes."""
         return int(2 * self.layers * self.kv_heads * self.head_dim * itemsize)
 
-    def parameters(self) -> int:
-        """Return the number of weights of a Llama or Qwen2 of these sizes.
+    def position_bytes(self) -> int:
+        """Return the bytes that Nitro keeps for a slot beside its keys and values on a GPU, in all layers."""
+        return POSITION_BYTES * self.layers * self.kv_heads
 
-        A layer has query, key, value and output projections, the gated MLP's three, and two norms; Qwen2 has biases on
-        queries, keys and values.
-        """
-        hidden, heads = int(self.config["hidden_size"]), int(self.config["num_attention_heads"])
-        queries, keys = heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = queries + 2 * keys if self.config.get("model_type") == "qwen2" else 0
-        mlp = 3 * hidden * int(self.config["intermediate_size"])
-        layer = hidden * (2 * queries + 2 * keys) + biases + mlp + 2 * hidden
-        tables = 1 if self.config.get("tie_word_embeddings") else 2
-        return self.layers * layer + hidden + tables * self.vocab * hidden
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return self._counted.total
 
     def read_parameters(self) -> int:
         """Return how many weights a step reads: all but an embedding table of its own, of which it reads few rows."""
-        table = 0 if self.config.get("tie_word_embeddings") else self.vocab * int(self.config["hidden_size"])
-        return self.parameters() - table
+        counted = self._counted
+        return counted.total if counted.tied else counted.total - counted.embedding
+
+    @property
+    def _counted(self) -> Parameters:
+        return count({"tie_word_embeddings": False} | self.config, self.head_dim)
 
     def write(self, folder: Path, longest: int) -> Path:
         """Return the folder to give to vLLM: the model's own, or ``folder`` with a ``config.json`` in it.

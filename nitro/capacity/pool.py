@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nitro.capacity.shapes import Shape
 
 UTILISATION = 0.92
-"""vLLM's default of ``gpu_memory_utilization`` (``CacheConfig``, 0.32)."""
+"""vLLM's default of ``gpu_memory_utilization`` (``CacheConfig``, 0.26 to 0.32)."""
 CONTEXT_GIB = 0.5
 """A guess: CUDA graphs, workspaces of libraries, and what the allocator cannot use."""
 SCRATCH_BYTES = 256 * 2**20
@@ -156,7 +156,18 @@ def pool_blocks(total: int, utilisation: float, used: int, layout: Layout, *, ni
         nitro: whether Nitro is on.
     """
     available = math.ceil(total * utilisation) - used
-    if nitro:
-        beside = POSITION_BYTES * layout.block_size * layout.slot_heads
-        available = (available - SCRATCH_BYTES) * layout.block_bytes // (layout.block_bytes + beside)
-    return max(available // layout.block_bytes, 0)
+    beside = POSITION_BYTES * layout.block_size * layout.slot_heads if nitro else None
+    return blocks_of(available, layout.block_bytes, beside=beside)
+
+
+def blocks_of(available: int, block_bytes: int, *, beside: int | None = None) -> int:
+    """Return the blocks that fit into memory.
+
+    Args:
+        available: bytes for the cache and what Nitro keeps beside it.
+        block_bytes: of a block.
+        beside: what Nitro keeps for a block beside it, in bytes; None without Nitro, which takes its scratch, too.
+    """
+    if beside is not None:
+        available -= SCRATCH_BYTES
+    return max(available // (block_bytes + (beside or 0)), 0)

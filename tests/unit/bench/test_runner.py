@@ -95,7 +95,7 @@ def test_a_warm_up_does_not_count(plan: Plan, tmp_path: Path) -> None:
     assert len(list((store.folder / "runs").iterdir())) == 4
 
 
-def test_an_interrupted_benchmark_goes_on(plan: Plan, tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_goes_on(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlucky = pair(plan)
     unlucky = dataclasses.replace(unlucky, engines=(unlucky.engines[0], Engine("nitro", 666, {"budget": 48})))
     with pytest.raises(BenchError) as caught:
@@ -103,7 +103,7 @@ def test_an_interrupted_benchmark_goes_on(plan: Plan, tmp_path: Path) -> None:
     assert "the nitro engine ended with status 1" in str(caught.value)
     assert str(caught.value).endswith("out of luck")
     # The first round is there; what is left is done by another process, which has better luck.
-    fleet.COMMAND = (sys.executable, "-c", PRETENDER.replace("666", "667"))  # type: ignore[assignment]
+    monkeypatch.setattr(fleet, "COMMAND", (sys.executable, "-c", PRETENDER.replace("666", "667")))
     done, store, printed = run(unlucky, tmp_path, mode="together")
     assert done
     assert "2 runs to do, 2 done before" in printed
