@@ -129,6 +129,7 @@ def slot_of(order, index, live, ORDERED: tl.constexpr):
 @triton.jit
 def slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
     """Return the int64 offsets of a request's slots from `head_pointer`."""
+    slot = slot.to(tl.uint32)  # never negative, which the compiler can't see, and then a division takes twice as long
     block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
     return block * stride_block + (slot % BLOCK_SIZE).to(tl.int64) * stride_slot
 
