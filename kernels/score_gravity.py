@@ -144,8 +144,10 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     warps = 8 if split or head_dim > 128 else 4
     # What is converted takes registers beside what it is converted to, and the widest keys leave none.
     pulled = _PULLED // 2 if dtype in FP8 and head_dim > 128 else _PULLED
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES * warps)
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
+        **shape,
+        "RUNS": max(shape["WIDTH"] // 64, 1),
         "WINDOW": 32,
         "PULLED": _PULLED * 2 if split else pulled,
         "SPLIT": split,

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from .score_tile import (
-    as_numbers,
     finite,
     head_pointer,
     load_rows,
+    load_runs,
     ragged_row,
     row_of,
     slot_of,
@@ -51,27 +51,6 @@ def _softmax(x, good):
     high = tl.max(tl.where(good, x, float("-inf")), axis=0)
     e = tl.where(good, tl.exp(tl.where(good, x - high, 0.0)), 0.0)
     return e / tl.maximum(tl.sum(e, axis=0), 1.0)  # the highest alone adds 1
-
-
-@triton.jit
-def _load_runs(
-    pointer,
-    offset,
-    live,
-    stride_dim,
-    DTYPE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """Return what `load_rows` does as ``[len(offset), RUNS, WIDTH // RUNS]``."""
-    column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]
-    wanted = live[:, None, None]
-    if WIDTH > D:
-        wanted = wanted & (column < D)[None, :, :]
-    column = column.to(tl.int64) * stride_dim
-    x = tl.load(pointer + offset[:, None, None] + column[None, :, :], mask=wanted, other=0)
-    return as_numbers(x, DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -132,7 +111,7 @@ def _store_spreads(
             live = index < LAG
             slot = slot_of(order, begin + index, live, order is not None)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            x = _load_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
+            x = load_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
             unit = x * inverse + shift
             total = tl.sum(tl.sum(unit, axis=2), axis=1)
             squares = tl.sum(tl.sum(unit * unit, axis=2), axis=1)
