@@ -18,6 +18,7 @@ from nitro.kernels._score import (
     in_order,
     layers_constants,
     norms_ref,
+    number_bytes,
     part_constants,
     parts_of,
     tile_shape,
@@ -154,7 +155,8 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
         # float16 has differences of up to 131,008, and numbers of up to 65,504; FP8 is multiplied as float16, and
         # e5m2 reaches 57,344. The other types have room.
         "SCALE": 0.25 if dtype in (torch.float16, torch.float8_e5m2) else 1.0,
-        "STAGES": 2,
+        # Fewer take less shared memory; of the widest keys, they take more registers than there are.
+        "STAGES": 2 if head_dim <= 128 else 8 // number_bytes(dtype),
         "num_warps": warps,
     }
 
