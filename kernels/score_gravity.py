@@ -28,7 +28,7 @@ from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
-_TILE_BYTES = 1024  # keys, and as many values, that a warp loads at a time; it holds them and their sums in float32
+_TILE_BYTES = 8192  # keys, and as many values, that a program loads at a time
 INTERPRETER_MULTIPLIES_BFLOAT16 = False
 """Triton's interpreter (3.6 to 3.9 at least) takes bfloat16 in a matrix product for integers."""
 _PULLED = 64  # slots whose pulls a program computes at a time
@@ -144,8 +144,10 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     warps = 8 if split or head_dim > 128 else 4
     # What is converted takes registers beside what it is converted to, and the widest keys leave none.
     pulled = _PULLED // 2 if dtype in FP8 and head_dim > 128 else _PULLED
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES * warps),
+        **shape,
+        "RUNS": max(shape["WIDTH"] // 64, 1),
         "WINDOW": 32,
         "PULLED": _PULLED * 2 if split else pulled,
         "SPLIT": split,
@@ -153,7 +155,8 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
         # float16 has differences of up to 131,008, and numbers of up to 65,504; FP8 is multiplied as float16, and
         # e5m2 reaches 57,344. The other types have room.
         "SCALE": 0.25 if dtype in (torch.float16, torch.float8_e5m2) else 1.0,
-        "STAGES": 8 // number_bytes(dtype),
+        # Fewer take less shared memory; of the widest keys, they take more registers than there are.
+        "STAGES": 2 if head_dim <= 128 else 8 // number_bytes(dtype),
         "num_warps": warps,
     }
 

@@ -14,16 +14,17 @@ from nitro.kernels._score import (
     in_order,
     layers_constants,
     norms_ref,
+    number_bytes,
     power_of_two,
     splits_of,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
-from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MAX_LAG = 1024
-_TILE_BYTES = 4096  # a program holds keys and values, and their minima and maxima in float32
+_TILE_BYTES = 8192  # of keys or values; a program holds their minima and maxima in float32
+_CAREFUL_BYTES = 4096  # of keys, and as many of values, where both are looked at together
 
 
 def lagkv(
@@ -159,14 +160,19 @@ def _check(layers: PagedLayers, batch: RaggedBatch, sinks: int, lag: int, order:
 
 
 def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
-    fp8 = dtype in FP8  # half the threads, so that each still loads 16 bytes at once
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
+    part = max(power_of_two(lag), 16)
+    wide = shape["WIDTH"] * number_bytes(dtype) >= 512
     return {
-        **tile_shape(dtype, head_dim, _TILE_BYTES),
+        **shape,
         "LAG": lag,
-        "PART": max(power_of_two(lag), 16),
-        "CHUNK": 16,
-        "STAGES": 2 if fp8 else 8 // dtype.itemsize,
-        "num_warps": 4 if fp8 else 8,
+        "PART": part,
+        "CHUNK": max(4096 // part, 8),
+        "RUNS": max(shape["WIDTH"] // 32, 1),
+        "STAGES": 1,
+        "CAREFUL": tile_shape(dtype, head_dim, _CAREFUL_BYTES)["TILE"],
+        "CAREFUL_STAGES": 2,
+        "num_warps": 8 if wide else 4,  # no tile has less than 16 slots
     }
 
 
@@ -178,6 +184,7 @@ def variants() -> list[Variant]:
     found = []
     for dtype, head_dim, lag, ordered in (
         (torch.float16, 96, 128, False),
+        (torch.bfloat16, 64, 100, True),
         (torch.float32, 256, 1024, True),
         (torch.float8_e4m3fn, 128, 128, False),
     ):

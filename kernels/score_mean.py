@@ -16,6 +16,7 @@ from nitro.kernels._score import (
     dense_rows,
     layers_constants,
     norms_ref,
+    number_bytes,
     part_constants,
     parts_of,
     tile_shape,
@@ -237,8 +238,14 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 
 def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
-    return {"HALF": shape["WIDTH"] // 2, "TILE": shape["TILE"], "STAGES": 3, "num_warps": _WARPS}
+    shape = tile_shape(dtype, head_dim, 2 * _TILE_BYTES)  # two pairs of rows a thread hide some of the table's latency
+    wide = shape["WIDTH"] * number_bytes(dtype) >= 1024  # no tile has less than 16 slots
+    return {
+        "HALF": shape["WIDTH"] // 2,
+        "TILE": shape["TILE"],
+        "STAGES": 2,
+        "num_warps": 2 * _WARPS if wide else _WARPS,
+    }
 
 
 def _check_table(layers: PagedLayers, cos_sin: Tensor, positions: Tensor | None) -> None:

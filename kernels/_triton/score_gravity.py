@@ -16,7 +16,7 @@ from .score_tile import (
     head_pointer,
     length_here,
     load_elements,
-    load_rows,
+    load_runs,
     one_added_up,
     ragged_row,
     row_of,
@@ -76,6 +76,7 @@ def gravity_kernel(
     CHANNELS: tl.constexpr,  # of keys at a time if SPLIT
     SCALE: tl.constexpr,  # a power of two, by which differences of keys fit the keys' type
     STAGES: tl.constexpr,
+    RUNS: tl.constexpr,  # of channels, see `load_runs`
 ):
     """The pull of the window on each token, in units of the row's mean pull."""
     request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
@@ -105,13 +106,14 @@ def gravity_kernel(
         near_live = near_index < length
         near_slot = slot_of(order, near_index, near_live, order is not None)
         near_offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
-        near = load_rows(keys, near_offset, near_live, stride_dim, DTYPE, D, WIDTH)
-        near_good = near_live & finite(tl.sum(near * near, axis=1))
+        newest = load_runs(keys, near_offset, near_live, stride_dim, DTYPE, D, WIDTH, RUNS)
+        near_good = near_live & finite(tl.sum(tl.sum(newest * newest, axis=2), axis=1))
         near_count = tl.maximum(tl.sum(near_good.to(tl.int32), axis=0), 1).to(tl.float32)
-        shift = tl.sum(tl.where(near_good[:, None], near, 0.0), axis=0) / near_count
+        run_shift = tl.sum(tl.where(near_good[:, None, None], newest, 0.0), axis=0) / near_count
+        shift = tl.reshape(run_shift, [WIDTH])
 
     if PHASE < 2:
-        sums = tl.zeros([TILE, WIDTH], tl.float32)
+        sums = tl.zeros([TILE, RUNS, WIDTH // RUNS], tl.float32)
         squares = tl.zeros([TILE], tl.float32)
         masses = tl.zeros([TILE], tl.float32)
         counts = tl.zeros([TILE], tl.int32)
@@ -119,20 +121,20 @@ def gravity_kernel(
             slot = start + tl.arange(0, TILE)
             live = slot < end
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
-            key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
-            value_square = tl.sum(value * value, axis=1)
-            good = live & finite(value_square) & finite(tl.sum(key * key, axis=1))
+            value = load_runs(values, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
+            key = load_runs(keys, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
+            value_square = tl.sum(tl.sum(value * value, axis=2), axis=1)
+            good = live & finite(value_square) & finite(tl.sum(tl.sum(key * key, axis=2), axis=1))
             norm = tl.where(good, tl.sqrt_rn(value_square), 0.0)
             tl.store(mass + slot, tl.where(good, norm, float("nan")), mask=live)
-            key = tl.where(good[:, None], key - shift[None, :], 0.0)
-            key_square = tl.sum(key * key, axis=1)
+            key = tl.where(good[:, None, None], key - run_shift[None, :, :], 0.0)
+            key_square = tl.sum(tl.sum(key * key, axis=2), axis=1)
             tl.store(square + slot, key_square, mask=live)
             sums += key
             squares += key_square
             masses += norm
             counts += good.to(tl.int32)
-        mean = tl.sum(sums, axis=0)
+        mean = tl.reshape(tl.sum(sums, axis=0), [WIDTH])
         mean_square = tl.sum(squares, axis=0)
         mean_mass = tl.sum(masses, axis=0)
         count = tl.sum(counts, axis=0).to(tl.float32)
@@ -171,7 +173,8 @@ def gravity_kernel(
             near_mass = tl.load(mass + near_slot, mask=near_live, other=0.0)
             near_good = near_live & (near_mass == near_mass)
             near_mass = tl.where(near_good, near_mass * inverse_mass, 0.0)
-            near_square = tl.load(square + near_slot, mask=near_good, other=0.0)
+            # Distances in units of the scale, and softened; what depends on one of the two tokens alone beforehand.
+            near_square = tl.load(square + near_slot, mask=near_good, other=0.0) * inverse_scale + softening2
             if not SPLIT:
                 # The keys of the row enter the product as they are, those of the window, from which the shift is
                 # subtracted, as the sum of two numbers of the same type: together nearly as exact as float32.
@@ -180,11 +183,12 @@ def gravity_kernel(
                 high = near.to(near_keys.dtype)
                 low = (near - high.to(tl.float32)).to(near_keys.dtype)
                 of_shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * shift[None, :], axis=1)
+                near_square += of_shift * (2.0 / SCALE * inverse_scale)
             for start in tl.range(begin, end, PULLED, num_stages=STAGES):
                 pulled = start + tl.arange(0, PULLED)
                 pulled_live = pulled < end
                 own_mass = tl.load(mass + pulled, mask=pulled_live, other=0.0)
-                own_square = tl.load(square + pulled, mask=pulled_live, other=0.0)
+                own_square = tl.load(square + pulled, mask=pulled_live, other=0.0) * inverse_scale
                 pulled_good = pulled_live & (own_mass == own_mass)
                 pulled_offset = slot_offset(table, pulled, pulled_live, stride_block, stride_slot, BLOCK_SIZE)
                 if SPLIT:
@@ -200,9 +204,9 @@ def gravity_kernel(
                     own = load_elements(keys, pulled_offset, pulled_live, stride_dim, DTYPE, D, WIDTH)
                     product = tl.dot(own, tl.trans(high))
                     product = tl.dot(own, tl.trans(low), product)
-                    product = (product - of_shift[None, :]) * (1.0 / SCALE)
-                distance = tl.maximum(own_square[:, None] + near_square[None, :] - 2.0 * product, 0.0)
-                force = near_mass[None, :] / (distance * inverse_scale + softening2)
+                factor = 2.0 * inverse_scale if SPLIT else 2.0 / SCALE * inverse_scale
+                distance = own_square[:, None] + near_square[None, :] - factor * product
+                force = near_mass[None, :] / tl.maximum(distance, softening2)
                 force = tl.where(pulled[:, None] == near_slot[None, :], 0.0, force)
                 pull = tl.where(pulled_good, tl.sum(force, axis=1) * own_mass * inverse_mass, 0.0)
                 if part > window_start:

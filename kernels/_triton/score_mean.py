@@ -106,7 +106,7 @@ def keydiff_kernel(
 
 
 @triton.jit
-def _undone_pairs(
+def _pairs(
     pointer,
     offset,
     position,
@@ -120,10 +120,10 @@ def _undone_pairs(
     INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Return unit keys as before RoPE, as two tiles ``[len(offset), HALF]``, and whether each key is good.
+    """Return keys as two tiles, cosines, sines, inverse determinants, all ``[len(offset), HALF]``, and what is known.
 
-    The tiles hold the two elements of each pair that is rotated together, then those that are not rotated. A key
-    whose position is not in the table is not good.
+    The first two tiles hold the two elements of each pair that is rotated together, then those that are not rotated.
+    Where a position is not in the table, the numbers mean nothing.
     """
     pair = tl.arange(0, HALF)
     rotated = pair < ROTARY // 2
@@ -143,22 +143,16 @@ def _undone_pairs(
         b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
         a, b = as_numbers(a, DTYPE).to(tl.float32), as_numbers(b, DTYPE).to(tl.float32)
     inside = live & (position >= 0) & (position < max_position)
-    angle = cos_sin + position.to(tl.int64)[:, None] * ROTARY + pair[None, :]
-    wanted = inside[:, None] & rotated[None, :]
-    cos = tl.load(angle, mask=wanted, other=0.0).to(tl.float32)
+    angle = cos_sin + tl.where(inside, position, 0).to(tl.int64)[:, None] * ROTARY + pair[None, :]
+    wanted = inside[:, None]
+    if ROTARY < 2 * HALF:
+        wanted = wanted & rotated[None, :]
+    cos = tl.load(angle, mask=wanted, other=1.0).to(tl.float32)
     sin = tl.load(angle + ROTARY // 2, mask=wanted, other=0.0).to(tl.float32)
-    cos = tl.where(wanted, cos, 1.0)
-    # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant.
-    inverse = 1.0 / (cos * cos + sin * sin)
-    a, b = (a * cos + b * sin) * inverse, (b * cos - a * sin) * inverse
-    square = tl.sum(a * a + b * b, axis=1)
-    good = inside & finite(square)
-    scale = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
-    return (
-        tl.where(good[:, None], a * scale[:, None], 0.0),
-        tl.where(good[:, None], b * scale[:, None], 0.0),
-        good,
-    )
+    # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant. Squared, the
+    # inverse of its root is a third of the instructions of a division, and as exact but for a bit.
+    inverse = tl.rsqrt(cos * cos + sin * sin)
+    return a, b, cos, sin, inverse * inverse, inside
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "max_position", "chunks", "partial_rows", "L", "H"])
@@ -219,25 +213,33 @@ def keydiff_unrotated_kernel(
             if positions is not None:
                 position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            a, b, _ = _undone_pairs(
+            a, b, cos, sin, inverse, inside = _pairs(
                 pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
             )
-            sums_a += a
-            sums_b += b
+            a, b = (a * cos + b * sin) * inverse, (b * cos - a * sin) * inverse
+            square = tl.sum(a * a + b * b, axis=1)
+            good = inside & finite(square)
+            scale = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
+            # The second pass needs it again, and a NaN there makes the score one.
+            tl.store(out + slot, tl.where(good, scale, float("nan")), mask=live)
+            scale = tl.where(good, scale, 0.0)
+            sums_a += tl.where(good[:, None], a, 0.0) * scale[:, None]
+            sums_b += tl.where(good[:, None], b, 0.0) * scale[:, None]
         anchor_a = tl.sum(sums_a, axis=0)
         anchor_b = tl.sum(sums_b, axis=0)
-        if PHASE == 1:  # noqa: SIM102 (known when this is compiled)
-            if begin < end:
-                tl.store(partials + chunk * 2 * HALF + pair, anchor_a)
-                tl.store(partials + chunk * 2 * HALF + HALF + pair, anchor_b)
+        if PHASE == 0:
+            tl.debug_barrier()  # other threads of this program read the inverse norms
+        elif begin < end:
+            tl.store(partials + chunk * 2 * HALF + pair, anchor_a)
+            tl.store(partials + chunk * 2 * HALF + HALF + pair, anchor_b)
 
     if PHASE != 1:
         if PHASE == 2:
             anchor_a = added_up(partials, length, pair, CHUNK, 2 * HALF)
             anchor_b = added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
-        inverse = 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
-        anchor_a *= inverse
-        anchor_b *= inverse
+        norm = tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
+        anchor_a /= norm
+        anchor_b /= norm
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             slot = start + tl.arange(0, TILE)
             live = slot < end
@@ -245,11 +247,15 @@ def keydiff_unrotated_kernel(
             if positions is not None:
                 position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            a, b, good = _undone_pairs(
+            scale = tl.load(out + slot, mask=live, other=0.0)
+            a, b, cos, sin, inverse, _ = _pairs(
                 pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
             )
-            cosine = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], axis=1)
-            tl.store(out + slot, tl.where(good, -cosine, float("nan")), mask=live)
+            # The anchor's product with the key undone is the key's with the anchor turned.
+            turned_a = cos * anchor_a[None, :] - sin * anchor_b[None, :]
+            turned_b = sin * anchor_a[None, :] + cos * anchor_b[None, :]
+            cosine = tl.sum((a * turned_a + b * turned_b) * inverse, axis=1) * scale
+            tl.store(out + slot, -cosine, mask=live)
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])

@@ -29,6 +29,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
     monkeypatch.setattr(score_gravity, "_PULLED", 16)
     monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
+    monkeypatch.setattr(score_lagkv, "_CAREFUL_BYTES", 1)
 
 
 pytestmark = [interpreted, pytest.mark.usefixtures("small_tiles")]
@@ -125,6 +126,23 @@ def test_a_square_beyond_float32_scores_nan(dtype: torch.dtype) -> None:
     for score_of in (score.knorm, score.vnorm, score.keydiff, score.vnorm_centred, score.gravity):
         got = score_of(case.layers, case.batch)
         assert got.isnan().nonzero().tolist() == [[0, 0, 11]]
+
+
+@pytest.mark.parametrize("size", [1e18, 1e20, 1e30], ids=str)
+@pytest.mark.parametrize("varies", [False, True])
+def test_lagkv_of_numbers_whose_squares_overflow(varies: bool, size: float) -> None:
+    """Also where the next part does not vary, so that a channel has no range, or varies as much."""
+    case = cases.make_case(cases.Shape(1, 1, 8, 32, torch.bfloat16), [40])
+    element = case.layers.caches[0][case.batch.block_tables[0].long()][:, 0, :, 5]
+    element.zero_()
+    if varies:
+        element[2, 0] = 1e17
+    element[1, 3] = size
+    case.layers.caches[0][case.batch.block_tables[0].long(), 0, :, 5] = element
+    got = cases.run(lambda: score.lagkv(case.layers, case.batch, sinks=0, lag=8, ranked=False))
+    want = score.lagkv_ref(case.layers, case.batch, sinks=0, lag=8, ranked=False)
+    cases.check(case, "lagkv", got, want)
+    assert got.isnan().nonzero().tolist() == ([[0, 0, 11]] if size > 2e19 else [])
 
 
 @pytest.mark.parametrize("score_of", [score.keydiff, score.vnorm_centred, score.gravity, score.knorm])
