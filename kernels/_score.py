@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,13 @@ def layers_constants(layers: PagedLayers) -> dict[str, Any]:
 
 
 def cache_variant(
-    name: str, kernel: Any, dtype: torch.dtype, head_dim: int, chosen: dict[str, Any], pointers: dict[str, str]
+    name: str,
+    kernel: Any,
+    dtype: torch.dtype,
+    head_dim: int,
+    chosen: dict[str, Any],
+    pointers: dict[str, str],
+    maxnreg: Mapping[int, int] = MappingProxyType({}),
 ) -> Variant:
     """Return the variant of a kernel that reads aligned caches in blocks of 16.
 
@@ -134,6 +141,7 @@ def cache_variant(
         head_dim: of the caches.
         chosen: what the launcher chooses for them: constexpr parameters and ``num_warps``.
         pointers: types of the parameters that not every kernel has.
+        maxnreg: see `Variant`.
     """
     constants = {**cache_constants(dtype, head_dim, 16, True), **chosen, "stride_dim": 1}
     num_warps = constants.pop("num_warps")
@@ -146,7 +154,17 @@ def cache_variant(
         constants,
         num_warps,
         divisible=("stride_block", "stride_head", "stride_slot"),
+        maxnreg=maxnreg,
     )
+
+
+def register_limit(maxnreg: Mapping[int, int], device: torch.device) -> dict[str, int]:
+    """Return Triton's launch option for a variant's ``maxnreg`` on a device: none where there is no limit."""
+    if device.type != "cuda" or not maxnreg:
+        return {}
+    major, minor = torch.cuda.get_device_capability(device)
+    limit = maxnreg.get(10 * major + minor)
+    return {} if limit is None else {"maxnreg": limit}
 
 
 def check_paged(

@@ -238,12 +238,14 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 
 
 def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    shape = tile_shape(dtype, head_dim, 2 * _TILE_BYTES)  # two pairs of rows a thread hide some of the table's latency
+    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
     wide = shape["WIDTH"] * number_bytes(dtype) >= 1024  # no tile has less than 16 slots
     return {
         "HALF": shape["WIDTH"] // 2,
         "TILE": shape["TILE"],
-        "STAGES": 2,
+        # Not pipelined: rows of the table are fetched by positions that have to be there first, and what waits in
+        # shared memory meanwhile costs more than other programs on the multiprocessor hide.
+        "STAGES": 1,
         "num_warps": 2 * _WARPS if wide else _WARPS,
     }
 

@@ -38,6 +38,7 @@ class Variant:
         integers: types of its other parameters where they are not i32.
         divisible: integer parameters that launches give multiples of 16 (strides of rows).
         num_stages: of software pipelines.
+        maxnreg: registers that a thread may take at most on an architecture; elsewhere the compiler decides.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Variant:
     integers: Mapping[str, str] = field(default_factory=dict)
     divisible: tuple[str, ...] = ()
     num_stages: int = 3
+    maxnreg: Mapping[int, int] = field(default_factory=dict)
 
     def compile(self, arch: int) -> Any:
         """Compile for a CUDA architecture, e.g. 89; needs neither a device nor its driver, nor TRITON_INTERPRET.
@@ -70,7 +72,7 @@ class Variant:
             if name in self.pointers or name in self.divisible
         }
         source = ASTSource(self.kernel, signature, {(names.index(n),): v for n, v in self.constexprs.items()}, attrs)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg.get(arch)}
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
