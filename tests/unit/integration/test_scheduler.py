@@ -13,8 +13,9 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from nitro.integration.vllm import request_rules
+from nitro.integration.vllm.admission import Admission
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.scheduler import PLAN, SchedulerSide
+from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
 
 from . import simulation
@@ -402,7 +403,7 @@ def test_requests_are_admitted_into_what_the_others_leave(simulate: Make, monkey
 
     found, running = preemptions()
     assert found == 0
-    monkeypatch.setattr(SchedulerSide, "_reserve", lambda *_: 0)
+    monkeypatch.setattr(Admission, "reserve", lambda _: 0)
     before, most = preemptions()
     assert before > 0, "there is nothing to prevent"
     assert running >= 0.75 * most
