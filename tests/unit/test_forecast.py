@@ -43,7 +43,7 @@ class Course:
         return -(-held // SIZE)
 
 
-GAPS, LEFT = st.integers(1, 15), st.one_of(st.integers(0, 40), st.just(10_000))
+NAMES, GAPS, LEFT = st.sampled_from("abcdef"), st.integers(1, 15), st.one_of(st.integers(0, 40), st.just(10_000))
 
 
 class Machine(RuleBasedStateMachine):
@@ -59,9 +59,7 @@ class Machine(RuleBasedStateMachine):
         self.forecast.expect(name, course.held, course.gap, course.kept, course.slack, course.left)
         self.courses[name] = course
 
-    @rule(
-        names=st.sets(st.sampled_from("abcdef"), min_size=1), kept=st.integers(1, 20), gap=GAPS, slack=GAPS, left=LEFT
-    )
+    @rule(names=st.sets(NAMES, min_size=1), kept=st.integers(1, 20), gap=GAPS, slack=GAPS, left=LEFT)
     def cut_together(self, names: set[str], kept: int, gap: int, slack: int, left: int) -> None:
         for name in names:
             self.follow(name, Course(self.step, kept, gap, kept, slack, left))
