@@ -67,6 +67,28 @@ class BudgetRule(_Rule):
         """Return how many tokens a request must at least still grow by before it is due; 0 or less if it is."""
         return self.keep(logical, prompt) + self.slack - physical
 
+    def next_cut(self, logical: int, physical: int, prompt: int, most: int) -> tuple[int, int]:
+        """Return by how many tokens a request grows until it is due, and how many it then keeps.
+
+        Args:
+            logical: tokens computed.
+            physical: slots held.
+            prompt: tokens of the prompt.
+            most: tokens that are to come at all; if it is not due within them, as many or more are returned.
+        """
+        if self.budget is not None:
+            keep = self.keep(logical, prompt)
+            return keep + self.slack - physical, keep
+        tokens = 0
+        if self.ratio is not None:
+            # What it may keep grows with it. It has as far to go as if nothing were rounded up, or a little farther.
+            base = self._spared(logical, prompt)
+            short = base + self.ratio * (logical - base) + self.slack - physical
+            tokens = max(math.floor(min(short / (1 - self.ratio), most)) if self.ratio < 1 else most, 0)
+        while tokens < most and (gap := self.gap(logical + tokens, physical + tokens, prompt)) > 0:
+            tokens += gap
+        return tokens, self.keep(logical + tokens, prompt)
+
     def peak(self, tokens: int, chunk: int) -> int:
         """Return the most slots a request of ``tokens`` prompt tokens holds while it is prefilled.
 

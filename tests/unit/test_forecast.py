@@ -1,10 +1,11 @@
-"""The forecast beside requests that are followed step by step."""
+"""The forecast beside requests that are followed by hand, token by token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -14,95 +15,122 @@ SIZE = 4
 
 
 @dataclass
-class Grower:
-    """Holds ``held`` tokens, of which it may get ``left`` more, and is cut to ``keep`` when it has ``slack`` more."""
+class Course:
+    """A request that gets a token a step, is cut back to ``kept`` twice, and is not foreseen after that."""
 
-    keep: int
+    start: int
+    held: int
+    gap: int
+    kept: int
     slack: int
     left: int
-    held: int
-
-    def step(self) -> bool:
-        """Begin a step: cut if that is due (then return True), and get a token."""
-        cut = self.held - self.keep >= self.slack and self.left > 0
-        if cut:
-            self.held = self.keep
-        if self.left > 0:
-            self.held += 1
-            self.left -= 1
-        return cut
 
     @property
-    def blocks(self) -> int:
-        return -(-self.held // SIZE)
+    def cuts(self) -> tuple[int, int]:
+        return self.start + self.gap, self.start + self.gap + self.slack
+
+    def blocks(self, step: int) -> int:
+        """Return what it holds at the end of a step, from its start on."""
+        held = self.held
+        for now in range(self.start, step + 1):
+            if now >= self.start + self.left:
+                break  # its last token has come
+            if now in self.cuts:
+                held = self.kept
+            if now == self.cuts[1]:
+                break
+            held += 1
+        return -(-held // SIZE)
 
 
-REQUESTS = st.tuples(st.integers(1, 20), st.integers(1, 15), st.integers(0, 60))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(REQUESTS, st.integers(0, 20)), min_size=1, max_size=6))
-def test_the_most_blocks_are_foreseen(requests: list[tuple[tuple[int, int, int], int]]) -> None:
-    """Of all that were cut by now, until the cut after the next of any of them."""
-    forecast, growers = Forecast(SIZE), {}
-    for step in range(21):
-        forecast.begin_step()
-        for name, ((keep, slack, left), start) in enumerate(requests):
-            if start == step:
-                growers[name] = Grower(keep, slack, left + 1, keep + slack)  # due in this step
-        for name, grower in growers.items():
-            left = grower.left
-            if grower.step():
-                forecast.cut(str(name), grower.keep, grower.slack, left)
-        held = sum(grower.blocks for grower in growers.values())
-        horizon = min((request[1] for request, start in requests if start <= step), default=0)
-        later = [Grower(g.keep, g.slack, g.left, g.held) for g in growers.values()]
-        most = 0
-        for _ in range(horizon):
-            for grower in later:
-                grower.step()
-            most = max(most, sum(grower.blocks for grower in later) - held)
-        assert forecast.most >= most
-        if len({request for request, _ in requests}) == 1 and growers:  # then it ends within two rounds
-            for _ in range(horizon):
-                for grower in later:
-                    grower.step()
-                most = max(most, sum(grower.blocks for grower in later) - held)
-            assert forecast.most <= most
+NAMES, GAPS, LEFT = st.sampled_from("abcdef"), st.integers(1, 15), st.one_of(st.integers(0, 40), st.just(10_000))
 
 
 class Machine(RuleBasedStateMachine):
-    """Whatever is cut and dropped, in and out of time: nothing is left of what was dropped."""
+    """Whatever is expected and dropped, in and out of time: the forecast is what the courses add up to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forecast = Forecast(SIZE)
-        self.names: set[str] = set()
+        self.step = 0
+        self.courses: dict[str, Course] = {}
 
-    @rule(name=st.sampled_from("abcd"), request=REQUESTS)
-    def cut(self, name: str, request: tuple[int, int, int]) -> None:
-        self.forecast.cut(name, *request)
-        self.names.add(name)
+    def follow(self, name: str, course: Course) -> None:
+        self.forecast.expect(name, course.held, course.gap, course.kept, course.slack, course.left)
+        self.courses[name] = course
 
-    @precondition(lambda self: self.names)
+    @rule(names=st.sets(NAMES, min_size=1), kept=st.integers(1, 20), gap=GAPS, slack=GAPS, left=LEFT)
+    def cut_together(self, names: set[str], kept: int, gap: int, slack: int, left: int) -> None:
+        for name in names:
+            self.follow(name, Course(self.step, kept, gap, kept, slack, left))
+
+    @rule(
+        name=st.sampled_from("abcdef"),
+        kept=st.integers(1, 20),
+        over=st.integers(-5, 9),
+        gap=GAPS,
+        slack=GAPS,
+        left=LEFT,
+    )
+    def join_on_the_way(self, name: str, kept: int, over: int, gap: int, slack: int, left: int) -> None:
+        """It holds more than it is to keep, or less, since that grows with it."""
+        self.follow(name, Course(self.step, max(kept + over, 1), gap, kept, slack, left))
+
+    @precondition(lambda self: self.courses)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.names)))
+        name = data.draw(st.sampled_from(sorted(self.courses)))
         self.forecast.drop(name)
-        self.names.discard(name)
+        del self.courses[name]
 
-    @rule(steps=st.integers(1, 20))
-    def step(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 20), keep_to_it=st.booleans())
+    def go_on(self, steps: int, keep_to_it: bool) -> None:
+        """Let steps begin, in which requests are cut back as foreseen, or nothing is heard of any."""
         for _ in range(steps):
+            self.step += 1
             self.forecast.begin_step()
+            for name, course in list(self.courses.items()) if keep_to_it else ():
+                left = course.left - course.gap
+                if course.cuts[0] == self.step and left > 0:
+                    self.follow(name, Course(self.step, course.kept, course.slack, course.kept, course.slack, left))
 
     @invariant()
-    def nothing_is_left_of_none(self) -> None:
-        assert self.forecast.most >= 0
-        if not self.names:
-            assert self.forecast.most == 0
-            assert not self.forecast._changes
+    def all_is_foreseen(self) -> None:
+        horizon = max((min(course.cuts[1], course.start + 60) for course in self.courses.values()), default=0)
+        held = [
+            sum(course.blocks(step) for course in self.courses.values())
+            for step in range(self.step, max(horizon, self.step) + 1)
+        ]
+        assert self.forecast.most == max(held) - held[0]
+        assert self.courses or not self.forecast._changes[self.step + 1 - self.forecast._base :].any()
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_nothing_is_foreseen_before_the_first_step_and_of_nobody() -> None:
+    forecast = Forecast(SIZE)
+    assert forecast.most == 0
+    forecast.drop("unknown")
+    forecast.begin_step()
+    assert forecast.most == 0
+
+
+@pytest.mark.parametrize("slack", [1, 50, 10**9])
+def test_it_does_not_grow_with_time_nor_beyond_the_tokens_to_come(slack: int) -> None:
+    """Also where nobody ever asks, and where a client asks for any slack."""
+    forecast = Forecast(SIZE)
+    names = [str(number) for number in range(10)]
+    for step in range(5000):
+        forecast.begin_step()
+        if step % min(slack, 100) == 0:
+            for name in names:
+                forecast.expect(name, 10, slack, 10, slack, 700)
+    assert len(forecast._changes) <= 2048
+    assert len(forecast._touched) <= 2 * len(names)
+    for name in names:
+        forecast.drop(name)
+    assert forecast.most == 0
+    assert not forecast._changes[5000 + 1 - forecast._base :].any()
+    assert not forecast.names

@@ -153,3 +153,16 @@ def test_prompt_is_spared_on_top_of_the_budget() -> None:
     assert rule.target(3079, 3079, 3000) is None
     assert rule.target(3080, 3080, 3000) == 3064
     assert rule.protect(3080, 3000) == 3000
+
+
+@given(rules(), st.integers(1, 300), st.integers(0, 300), st.integers(0, 400), st.integers(0, 600))
+def test_the_next_cut_is_where_a_request_is_due(
+    rule: BudgetRule, prompt: int, output: int, evicted: int, most: int
+) -> None:
+    """Followed token by token, from whatever it holds."""
+    logical = prompt + output
+    physical = max(logical - evicted, 1)
+    due = next((n for n in range(most) if rule.target(logical + n, physical + n, prompt) is not None), None)
+    tokens, keep = rule.next_cut(logical, physical, prompt, most)
+    assert max(tokens, 0) >= most if due is None else max(tokens, 0) == due
+    assert keep == rule.keep(logical + max(tokens, 0), prompt)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nitro.collector import Collector
-    from nitro.forecast import Forecast
+    from nitro.integration.vllm.admission import Admission
 
 
 class NitroFullAttentionManager(FullAttentionManager):
@@ -24,8 +24,7 @@ class NitroFullAttentionManager(FullAttentionManager):
 
     nitro: Collector
     nitro_peak: Callable[[str, int], int]
-    nitro_reserve: Callable[[], int]
-    nitro_forecast: Forecast
+    nitro_admission: Admission
 
     @classmethod
     def adopt(
@@ -33,8 +32,7 @@ class NitroFullAttentionManager(FullAttentionManager):
         manager: FullAttentionManager,
         collector: Collector,
         peak: Callable[[str, int], int],
-        reserve: Callable[[], int],
-        forecast: Forecast,
+        admission: Admission,
     ) -> None:
         """Turn a stock manager into Nitro's.
 
@@ -42,14 +40,12 @@ class NitroFullAttentionManager(FullAttentionManager):
             manager: the manager of the only KV cache group.
             collector: the ledger of evicted requests.
             peak: returns the most slots that a request (by id) holds while so many tokens of it are prefilled.
-            reserve: returns the blocks that have to stay free when a request is admitted.
-            forecast: forgets requests that end or are preempted.
+            admission: knows what has to stay free when a request is admitted.
         """
         manager.__class__ = cls
         manager.nitro = collector
         manager.nitro_peak = peak
-        manager.nitro_reserve = reserve
-        manager.nitro_forecast = forecast
+        manager.nitro_admission = admission
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Count the blocks a request still needs for ``num_tokens`` logical tokens.
@@ -59,7 +55,7 @@ class NitroFullAttentionManager(FullAttentionManager):
         A request that is to be admitted needs what the running ones are about to take, on top of its own: otherwise
         one of them would be preempted for it.
         """
-        reserve = 0 if self.req_to_blocks.get(request_id) else self.nitro_reserve()
+        reserve = 0 if self.req_to_blocks.get(request_id) else self.nitro_admission.reserve()
         slots = num_tokens - self.nitro.evicted(request_id)
         if kwargs.get("apply_admission_cap"):
             # One block more than the slots need, since survivors of a shared prefix move to fresh blocks.
@@ -86,5 +82,5 @@ class NitroFullAttentionManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget a finished or preempted request, and return its blocks."""
         self.nitro.release(request_id)
-        self.nitro_forecast.drop(request_id)
+        self.nitro_admission.forecast.drop(request_id)
         return super().pop_blocks_for_free(request_id)

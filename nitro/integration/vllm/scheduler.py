@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,9 +18,9 @@ import nitro
 from nitro.collector import Collector
 from nitro.due import DueCalendar
 from nitro.errors import UnsupportedError
-from nitro.forecast import Forecast
 from nitro.integration.vllm import compat, stats
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.admission import Admission
 from nitro.integration.vllm.asks import PATIENCE, Asks
 from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.evictions import StepEvictions
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from nitro.config import Settings
     from nitro.integration.vllm.asks import Answer
-    from nitro.planner import Rule
+    from nitro.planner import BudgetRule, Rule
 
 logger = init_logger("vllm.plugins.nitro")
 PLAN = "nitro_plan"
@@ -67,14 +67,12 @@ class SchedulerSide:
         def peak(request_id: str, tokens: int) -> int:
             return self._rule(scheduler.requests[request_id]).peak(tokens, chunk)
 
-        self.forecast = Forecast(self.manager.block_size)
-        NitroFullAttentionManager.adopt(
-            self.manager, self.collector, peak, lambda: self._reserve(scheduler.requests, peak), self.forecast
-        )
+        self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
+        self.admission = Admission(scheduler, self.manager, self.collector, peak, self.growing)
+        NitroFullAttentionManager.adopt(self.manager, self.collector, peak, self.admission)
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
         self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
-        self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
@@ -104,7 +102,7 @@ class SchedulerSide:
             requests: vLLM's, by id; those that cannot be due yet are not looked at.
         """
         free = self.pool.get_num_free_blocks()
-        self.forecast.begin_step()
+        self.admission.begin_step()
         step = StepEvictions(self.manager, self.pool, self.collector)
         up = dict.fromkeys([*self.calendar.begin_step(), *self.growing])
         due = self._answered(requests, step, up)
@@ -123,21 +121,6 @@ class SchedulerSide:
         self._net_freed += self.pool.get_num_free_blocks() - free
         self._count(len(step), step.tokens)
         return plan
-
-    def _reserve(self, requests: Mapping[str, Request], peak: Callable[[str, int], int]) -> int:
-        """Return how many free blocks the running requests are about to take.
-
-        vLLM admits a request as soon as its prompt fits. Then those whose prompts are still computed, and those that
-        grow until their next eviction, find the pool empty, and one of them loses all that was computed for it.
-        """
-        blocks, size, found = self.manager.req_to_blocks, self.manager.block_size, self.forecast.most
-        for name in self.growing:
-            request = requests.get(name)
-            if request is not None and request.status == RequestStatus.RUNNING:
-                tokens = request.num_tokens
-                slots = min(tokens - self.collector.evicted(name), peak(name, tokens))
-                found += max(cdiv(slots, size) - len(blocks[name]), 0)
-        return found
 
     def _answered(
         self, requests: Mapping[str, Request], step: StepEvictions, up: dict[str, None]
@@ -188,7 +171,14 @@ class SchedulerSide:
         if isinstance(rule, ThresholdRule) and gap is not None and gap <= 0:
             gap = self._question(request, rule, computed, physical)
         self._file(request, gap)
+        if not isinstance(rule, ThresholdRule) and not rule.never:
+            self._expect(request, rule, physical)
         return False
+
+    def _expect(self, request: Request, rule: BudgetRule, physical: int) -> None:
+        """Foresee a request that was just filed, unless it may get several tokens in a step."""
+        if request.request_id not in self.growing:
+            self.admission.expect(request, rule, physical)
 
     def _question(self, request: Request, rule: ThresholdRule, computed: int, physical: int) -> int:
         """Ask about a request if that is due; return how many tokens later it is to be looked at again."""
@@ -250,9 +240,7 @@ class SchedulerSide:
         physical = computed - self.collector.evicted(name)
         if not isinstance(rule, ThresholdRule):
             self._file(request, rule.slack)  # which is what it may grow by after an eviction
-            if name not in self.growing:
-                left = request.num_prompt_tokens + request.max_tokens - computed
-                self.forecast.cut(name, physical, rule.slack, left)
+            self._expect(request, rule, physical)
             return
         self._file(request, rule.pause(computed, physical, request.num_prompt_tokens, unjudged=unjudged))
 

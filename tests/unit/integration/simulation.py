@@ -129,9 +129,12 @@ class Simulation:
         return output
 
     def check(self) -> None:
-        """Prove that the ledger and vLLM's pool agree."""
+        """Prove that the ledger and vLLM's pool agree, and that nothing is set aside for requests that do not run."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        self.scheduler.nitro.collector.check_integrity(view_of(pool))  # type: ignore[attr-defined]
+        nitro = self.scheduler.nitro  # type: ignore[attr-defined]
+        nitro.collector.check_integrity(view_of(pool))
+        assert nitro.admission.forecast.names <= {request.request_id for request in self.scheduler.running}
+        assert self.scheduler.running or nitro.admission.forecast.most == 0
 
     def drain(self, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from nitro.integration.vllm import request_rules
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.scheduler import PLAN, SchedulerSide
+from nitro.integration.vllm.scheduler import PLAN
 from nitro.testing.pool import assert_pool_whole
 
 from . import simulation
@@ -384,25 +384,3 @@ def test_clients_cannot_fill_the_memory_with_rules(simulate: Make) -> None:
         request: Any = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"nitro": {"budget": budget}}))
         assert rules.of(request).budget == budget
     assert rules._parsed.cache_info().currsize == request_rules._REMEMBERED
-
-
-def test_requests_are_admitted_into_what_the_others_leave(simulate: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of requests that grow until their next eviction none is preempted for one that is admitted meanwhile."""
-
-    def preemptions() -> tuple[int, int]:
-        sim = simulate(num_blocks=60, max_model_len=256, chunk=160, slack=32)
-        for number in range(30):
-            sim.add(prompt(90 + number % 3, number + 1), 120)
-        most = 0
-        while sim.scheduler.has_requests():
-            sim.step()
-            most = max(most, len(sim.scheduler.running))
-        assert_pool_whole(sim.scheduler)
-        return sim.preemptions, most
-
-    found, running = preemptions()
-    assert found == 0
-    monkeypatch.setattr(SchedulerSide, "_reserve", lambda *_: 0)
-    before, most = preemptions()
-    assert before > 0, "there is nothing to prevent"
-    assert running >= 0.75 * most
