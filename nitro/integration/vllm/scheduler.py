@@ -223,7 +223,11 @@ class SchedulerSide:
         self.asks.ask(name, self.collector.epoch(name), computed, physical, protect, ids)
 
     def notice(self, output: SchedulerOutput) -> None:
-        """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
+        """Book what the step has given out, and see who finished, and who begins to run, or to run again.
+
+        Requests that begin are looked at in the next step.
+        """
+        self.manager.nitro_book()
         for name in output.finished_req_ids:
             self.calendar.drop(name)
             self.growing.pop(name, None)
