@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from vllm.logger import init_logger
 
+from nitro.errors import BridgeError
 from nitro.ipc import Consumer, collect_stale, new_engine_id
 from nitro.types import IntArray, StepAsks, StepPlan
 
@@ -21,7 +22,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 logger = init_logger("vllm.plugins.nitro")
+CAPACITY = 4096  # answers that may wait to be read; a power of two
 PATIENCE = 16  # steps until a question counts as lost; an answer takes two or three
+
+
+def try_bridge(capacity: int = CAPACITY) -> None:
+    """Make the shared memory of ``Asks`` and give it up again, to learn early whether that is possible.
+
+    Raises:
+        BridgeError: shared memory is missing, full or not writable.
+    """
+    collect_stale()
+    try:
+        Consumer(new_engine_id(), 0, capacity).close()
+    except BridgeError as error:
+        raise BridgeError(
+            f"threshold needs shared memory for the workers' answers, or set budget or ratio instead: {error}"
+        ) from error
 
 
 class Answer(NamedTuple):
@@ -68,7 +85,7 @@ class Asks:
         lost: questions that were asked again, since no answer came.
     """
 
-    def __init__(self, threshold: float, block_size: int, capacity: int = 4096) -> None:
+    def __init__(self, threshold: float, block_size: int, capacity: int = CAPACITY) -> None:
         """Make the shared memory that answers come through.
 
         Args:
