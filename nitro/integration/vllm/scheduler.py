@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -26,6 +26,7 @@ from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.integration.vllm.request_rules import RequestRules
+from nitro.integration.vllm.slots import SlotWatch
 from nitro.planner import ThresholdRule
 from nitro.types import Counters, StepPlan
 
@@ -75,6 +76,7 @@ class SchedulerSide:
         self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
         self.growing: dict[str, None] = {}  # running requests that may get several tokens in a step
+        self.slots = SlotWatch(self.manager, self.collector)
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
@@ -291,10 +293,12 @@ class SchedulerSide:
             blocks_freed=max(self.counters.blocks_freed, self._net_freed),
         )
 
-    def report(self, scheduler_stats: SchedulerStats) -> None:
-        """Add what happened since the last report to the statistics that go to vLLM's front-end."""
+    def report(self, scheduler_stats: SchedulerStats, running: Sequence[Request]) -> None:
+        """Add what happened since the last report, and how slots are used, to what goes to vLLM's front-end."""
         stats.put(scheduler_stats, self.reported, self.counters)
         self.reported = self.counters
+        if (use := self.slots.look(running)) is not None:
+            stats.put_slots(scheduler_stats, use)
 
 
 def _only_manager(scheduler: Scheduler) -> FullAttentionManager:
@@ -338,7 +342,7 @@ class _NitroSchedulerMixin(Scheduler):
         """Return vLLM's statistics with Nitro's counters in them."""
         found = super().make_stats(*args, **kwargs)
         if found is not None:
-            self.nitro.report(found)
+            self.nitro.report(found, self.running)
         return found
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
