@@ -203,6 +203,8 @@ class SchedulerSide:
             left = 0 if before is None else rule.left(room, computed - before)
             if left > 0:
                 gap = left
+            elif (later := self.asks.later()) > 0:
+                gap = later
             else:
                 self._ask(request, rule, computed, physical)
         return gap if room is None else max(min(gap, room), 1)

@@ -122,6 +122,24 @@ def test_a_lost_question_is_asked_again_in_the_very_step_in_which_it_counts_as_l
     assert [later - earlier for earlier, later in pairwise(asked)] == [PATIENCE, PATIENCE]
 
 
+def test_those_who_are_due_together_are_asked_in_parts(
+    simulate: Callable[..., Simulation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asks_module, "MOST", 3)
+    sim = simulate(num_blocks=200, chunk=512, budget=None, threshold=0.5, min_keep=8, slack=30)
+    sim.bridge, sim.reached = Producer, 8
+    for number in range(8):
+        sim.add([*range(1 + number, 40 + number)], 60)
+    asked = []
+    while sim.scheduler.requests:
+        asked.append(len(getattr(sim.step(), ASKS, ())))
+    sim.drain()
+    first = next(step for step, count in enumerate(asked) if count)
+    assert asked[first : first + 3] == [3, 3, 2]
+    assert max(asked) == 3
+    assert sim.evictions >= 16, "each of them is evicted again and again, none is forgotten"
+
+
 def test_shared_memory_is_tried_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir(_native.SHARED_MEMORY))
     asks_module.try_bridge()
