@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Host time of vLLM's scheduler per engine step, stock and with Nitro, without a model and without a GPU.
 
-    python3 ci/bench_scheduler.py [--requests 2048] [--steps 300] [--json FILE]
+    python3 ci/bench_scheduler.py [--requests 2048] [--steps 300] [--only Nitro] [--json FILE]
 
 All requests decode together (the shape of Qwen2.5-0.5B, 1,000 prompt tokens, prefix caching on, blocks of 16, a pool
 that never runs out, so that both schedule the same number of requests). The model's answer is a constant token. Steps
 are timed one by one: `schedule()`, and within it Nitro's own part; the median and the mean count, since evictions and
-new blocks come in waves.
+new blocks come in waves. To compare two commits, install each in an environment of its own and run `--only Nitro` in
+turn: what else a machine does is more than the difference.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from nitro.integration.vllm.scheduler import PLAN, NitroAsyncScheduler
 from nitro.testing.models import make_tiny_model
 
 BLOCK = 16
+KINDS = ("stock", "Nitro, asking for each slot", "Nitro")
 
 
 def make_scheduler(kind: str, model: Path, requests: int) -> Any:
@@ -144,13 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, action="append", help="default: 256 and 2048")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", choices=KINDS, action="append", help="default: all three")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "tiny", "llama", num_kv_heads=2, head_dim=64, vocab=512, max_len=4096)
         for requests in arguments.requests or (256, 2048):
-            for kind in ("stock", "Nitro, asking for each slot", "Nitro"):
+            for kind in arguments.only or KINDS:
                 results.append(run(kind, model, requests, arguments.steps))
     print(
         "\n| requests | scheduler | schedule(), median ms | mean | of it Nitro's, mean | evictions | µs for each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -16,6 +17,8 @@ from rich.table import Table
 
 import nitro
 from nitro.config import Settings
+from nitro.errors import BridgeError
+from nitro.planner import ThresholdRule, rule_of
 from nitro.versions import installed
 
 
@@ -81,8 +84,8 @@ def hooking() -> Iterator[Finding]:
         yield Finding(f"for {stock.rsplit('.', 1)[-1]}", ours.rsplit(".", 1)[-1])
 
 
-def model(name: str) -> Iterator[Finding]:
-    """Yield whether Nitro can serve a model with vLLM's defaults; no weights are loaded."""
+def model(name: str, settings: Settings) -> Iterator[Finding]:
+    """Yield whether Nitro can serve a model with vLLM's defaults and these settings; no weights are loaded."""
     from vllm.engine.arg_utils import EngineArgs
 
     from nitro.integration.vllm.refusals import reasons
@@ -104,12 +107,8 @@ def model(name: str) -> Iterator[Finding]:
         "KV cache",
         f"{size:,} bytes per token; {size * made.max_model_len / 2**20:,.0f} MiB at {made.max_model_len} tokens",
     )
-    budget = Settings.parse({"budget": 512})
-    held = budget.budget or 0
-    yield Finding(
-        "with budget=512", f"at most {size * (held + budget.slack) / 2**20:,.0f} MiB per request after its prefill"
-    )
-    refused = reasons(config, budget)
+    yield from held(settings, size, made.max_model_len)
+    refused = reasons(config, settings)
     if refused:
         for reason in refused:
             yield Finding("cannot serve it", reason, ok=False)
@@ -117,8 +116,74 @@ def model(name: str) -> Iterator[Finding]:
         yield Finding("Nitro", "can serve it", ok=True)
 
 
-def run(name: str | None = None, *, console: Console | None = None) -> int:
-    """Print the report; return 0 if everything that was asked about works, 1 otherwise."""
+def held(settings: Settings, size: int, longest: int) -> Iterator[Finding]:
+    """Yield what a request holds under these settings once its prefill is over, and what a threshold needs.
+
+    Args:
+        settings: of the server.
+        size: bytes of a token in all layers.
+        longest: tokens that a request may have.
+    """
+
+    def at(tokens: int) -> str:
+        return f"{tokens:,} tokens, {size * tokens / 2**20:,.0f} MiB"
+
+    slack, extra = settings.slack, "" if settings.evict_prompt else ", beside its prompt"
+    if settings.budget is not None:
+        least, most = settings.budget, min(settings.budget + slack, longest)
+        yield Finding(f"with budget={least}", f"at most {at(most)} per request after its prefill{extra}")
+    elif settings.ratio is not None:
+        least = settings.sinks + settings.window
+        most = min(math.ceil(settings.ratio * longest) + slack, longest)
+        yield Finding(f"with ratio={settings.ratio}", f"at most {at(most)} per request of {longest:,} tokens{extra}")
+    else:
+        rule = rule_of(settings)
+        assert isinstance(rule, ThresholdRule)
+        least = rule.min_keep
+        unit = f"in the unit of {settings.policy}'s scores (docs/policies.md)"
+        yield Finding(f"with threshold={rule.threshold}", f"tokens stay whose score reaches it, {unit}{extra}")
+        yield Finding("min_keep", f"{at(least)} stay at least{_by_default(settings.min_keep, 'sinks + window')}")
+        if rule.max_keep is None:
+            yield Finding(
+                "max_keep", f"unset: if all scores reach the threshold, a request grows to {at(longest)}; set max_keep"
+            )
+        else:
+            most = min(rule.max_keep + slack, longest)
+            yield Finding(
+                "max_keep", f"{at(rule.max_keep)} stay at most; at most {at(most)} are held after the prefill"
+            )
+        yield _bridge()
+    if least + slack > longest:
+        yield Finding(
+            "never evicts",
+            f"{least} tokens that stay plus slack={slack} are more than max_model_len={longest}: lower them",
+            ok=False,
+        )
+
+
+def _by_default(value: int | None, meaning: str) -> str:
+    return f" ({meaning})" if value is None else ""
+
+
+def _bridge() -> Finding:
+    from nitro.integration.vllm.asks import try_bridge
+
+    try:
+        try_bridge()
+    except BridgeError as error:
+        return Finding("shared memory", str(error), ok=False)
+    return Finding("shared memory", "takes the workers' answers", ok=True)
+
+
+def run(name: str | None = None, settings: Settings | None = None, *, console: Console | None = None) -> int:
+    """Print the report; return 0 if everything that was asked about works, 1 otherwise.
+
+    Args:
+        name: of a model, or its folder.
+        settings: the server's; a budget of 512 tokens if left out.
+        console: where it is printed.
+    """
+    settings = settings or Settings.parse({"budget": 512})
     console = console or Console()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # this report is what the user asked for, not vLLM's log
     table = Table(title="nitro check", show_header=False, title_justify="left")
@@ -129,7 +194,7 @@ def run(name: str | None = None, *, console: Console | None = None) -> int:
         print(f"nitro check: {name}: there is no such folder", file=sys.stderr)
         return 1
     bad = 0
-    sources = [environment(), plugin(), hooking(), *([model(name)] if name else [])]
+    sources = [environment(), plugin(), hooking(), *([model(name, settings)] if name else [])]
     with console.status("importing torch and vLLM, which takes a while"):
         for source in sources:
             for finding in source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -44,11 +45,24 @@ def options(
 @main.command()
 def check(
     model: Annotated[str | None, typer.Argument(help="A model's name or folder: can Nitro serve it?")] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            help='Nitro\'s settings in JSON, for MODEL: {"threshold": 0.9, "max_keep": 1024}. Default: budget 512.'
+        ),
+    ] = None,
 ) -> None:
     """Say what is installed here, what Nitro would hook, and whether it can serve MODEL."""
     from nitro import check as checker
+    from nitro.config import Settings
 
-    raise typer.Exit(checker.run(model))
+    try:
+        parsed = None if settings is None else Settings.parse(json.loads(settings))
+    except ValueError as error:  # of the JSON, or of the settings
+        raise typer.BadParameter(str(error), param_hint="--settings") from None
+    if parsed is not None and model is None:
+        raise typer.BadParameter("they are checked for a model: name it, too", param_hint="--settings")
+    raise typer.Exit(checker.run(model, parsed))
 
 
 @main.command()

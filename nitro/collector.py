@@ -83,7 +83,7 @@ class Collector:
     """Who owns which block, and how much was evicted, for each request that has had an eviction.
 
     A request enters with its first :meth:`commit` and leaves with :meth:`release`. In between it owns its whole block
-    table, privately: the caller reports each new block (:meth:`adopt`) and publishes none to the prefix cache. All
+    table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the prefix cache. All
     calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not thread-safe.
 
     Args:
@@ -203,11 +203,24 @@ class Collector:
         Raises:
             IntegrityError: a block is the null block, out of range, named twice, or owned already.
         """
-        handle = self._handles.get(request_id)
-        if handle is None:
-            return
+        self.adopt_all([request_id], [len(blocks)], blocks)
+
+    def adopt_all(self, request_ids: Sequence[str], counts: Sequence[int], blocks: Sequence[int]) -> None:
+        """Book the blocks that the pool has given out in one step: all of them or, if one is wrong, none.
+
+        Args:
+            request_ids: R requests, in any order; what those without evictions were given is not looked at.
+            counts: ``[R]``, how many blocks each was given.
+            blocks: ``[sum(counts)]``, those of one request after the other, in the order in which they were appended to
+                its table.
+
+        Raises:
+            ValueError: the arguments do not fit each other.
+            IntegrityError: a block is the null block, out of range, named twice, or owned already.
+        """
+        handles = self._handles
         try:
-            self._core.adopt(handle, blocks)
+            self._core.adopt_all([handles.get(request_id, -1) for request_id in request_ids], counts, blocks)
         except IntegrityError as error:
             raise self._named(error) from None
 

@@ -130,13 +130,15 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
         said = " and ".join(f"{name}={value}" for name, value in counts.items())
         together = "both" if len(counts) == 2 else "all"
         return [f"{said} are {together} set, but exactly one of {', '.join(COUNTS)} may be: remove the others"]
+    bounds = _bounds_of_threshold(settings)
     if set(COUNTS) <= settings.keys() and not counts:
         return [
             "none of budget, ratio and threshold is set, but exactly one must be: set budget (tokens a request may "
             "hold, e.g. 512), ratio (share of its tokens that stay, 0 < ratio < 1, e.g. 0.25) or threshold (the score "
-            "from which tokens stay)"
+            "from which tokens stay)",
+            *bounds,
         ]
-    return [*_bounds_of_threshold(settings), *_too_small(settings, otherwise)]
+    return [*bounds, *_too_small(settings, otherwise)]
 
 
 def _bounds_of_threshold(settings: Mapping[str, Any]) -> list[str]:

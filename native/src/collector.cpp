@@ -95,19 +95,58 @@ std::vector<BlockId> Collector::commit(Handle request, std::span<const BlockId> 
   return commit_all({&eviction, 1}).freed;
 }
 
-void Collector::adopt(Handle request, std::span<const BlockId> blocks) {
-  const auto found = accounts_.find(request);
-  if (found == accounts_.end()) return;
-  ++stamp_;
-  for (const BlockId block : blocks) {
-    check_block(request, "adopted", block);
-    check_unowned(request, "adopted", block);
-    if (!mark(block)) throw IntegrityError(text("request #", request, ": block ", block, " is adopted twice"));
+void Collector::adopt_all(std::span<const Handle> requests, std::span<const std::int32_t> counts,
+                          std::span<const BlockId> blocks) {
+  struct Adoption {
+    Handle request;
+    Account* account;
+    std::span<const BlockId> blocks;
+  };
+  check_split(requests.size(), counts, blocks.size());
+  std::vector<Adoption> adoptions;
+  std::size_t first = 0;
+  const std::uint64_t batch = ++stamp_;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const std::span<const BlockId> own = blocks.subspan(first, static_cast<std::size_t>(counts[i]));
+    first += own.size();
+    const auto found = accounts_.find(requests[i]);
+    if (found == accounts_.end()) continue;
+    Account& account = found->second;
+    adoptions.push_back({requests[i], &account, own});
+    if (std::exchange(account.batch, batch) != batch) account.incoming = 0;
+    account.incoming += own.size();
+    for (const BlockId block : own) {
+      check_block(requests[i], "adopted", block);
+      // Neighbours in the batch are not neighbours in the pool.
+      __builtin_prefetch(&owner_[static_cast<std::size_t>(block)], 1);
+      __builtin_prefetch(&marks_[static_cast<std::size_t>(block)], 1);
+    }
   }
-  std::vector<BlockId>& owned = found->second.blocks;
-  owned.insert(owned.end(), blocks.begin(), blocks.end());
-  for (const BlockId block : blocks) owner_[static_cast<std::size_t>(block)] = request;
+  for (const Adoption& adoption : adoptions) {
+    for (const BlockId block : adoption.blocks) {
+      check_unowned(adoption.request, "adopted", block);
+      if (!mark(block)) {
+        throw IntegrityError(text("request #", adoption.request, ": block ", block, " is adopted twice"));
+      }
+    }
+  }
+  // The last that can throw, before the first change. A vector reserves what it is told, so that it is told to double.
+  for (const Adoption& adoption : adoptions) {
+    std::vector<BlockId>& owned = adoption.account->blocks;
+    const std::size_t needed = owned.size() + adoption.account->incoming;
+    if (needed > owned.capacity()) owned.reserve(std::max(needed, 2 * owned.capacity()));
+  }
+  for (const Adoption& adoption : adoptions) {
+    std::vector<BlockId>& owned = adoption.account->blocks;
+    owned.insert(owned.end(), adoption.blocks.begin(), adoption.blocks.end());
+    for (const BlockId block : adoption.blocks) owner_[static_cast<std::size_t>(block)] = adoption.request;
+  }
   check_if_debug();
+}
+
+void Collector::adopt(Handle request, std::span<const BlockId> blocks) {
+  const auto count = static_cast<std::int32_t>(blocks.size());
+  adopt_all({&request, 1}, {&count, 1}, blocks);
 }
 
 std::int64_t Collector::release(Handle request) {
@@ -253,6 +292,22 @@ void Collector::check_move(const Eviction& eviction) const {
       check_unowned(request, "fresh", dst[i]);
     }
     if (!mark(dst[i])) throw IntegrityError(text("request #", request, ": block ", dst[i], " is in dst twice"));
+  }
+}
+
+void Collector::check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) const {
+  if (counts.size() != requests) {
+    throw std::invalid_argument(text("counts has ", counts.size(), " entries, but there are ", requests,
+                                     " requests: pass the number of each one's blocks"));
+  }
+  std::size_t sum = 0;
+  for (const std::int32_t count : counts) {
+    if (count < 0) throw std::invalid_argument(text("a count of blocks is ", count, ": none is the least"));
+    sum += static_cast<std::size_t>(count);
+  }
+  if (sum != blocks) {
+    throw std::invalid_argument(text("counts add up to ", sum, ", but there are ", blocks,
+                                     " blocks: pass those of one request after the other"));
   }
 }
 

@@ -117,8 +117,11 @@ PYBIND11_MODULE(_native, m) {
           py::arg("requests"), py::arg("physical"), py::arg("keep"), py::arg("count"), py::arg("first"),
           py::arg("last"), py::arg("moves"))
       .def(
-          "adopt", [](Collector& self, Handle request, const Column& blocks) { self.adopt(request, blocks); },
-          py::arg("request"), py::arg("blocks"))
+          "adopt_all",
+          [](Collector& self, const Column& requests, const Column& counts, const Column& blocks) {
+            self.adopt_all(requests, counts, blocks);
+          },
+          py::arg("requests"), py::arg("counts"), py::arg("blocks"))
       .def("release", &Collector::release, py::arg("request"))
       .def("evicted", &Collector::evicted, py::arg("request"))
       .def("epoch", &Collector::epoch, py::arg("request"))

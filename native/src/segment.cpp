@@ -59,9 +59,7 @@ std::string remedy(int error, std::uint64_t needed) {
                   known ? text(" and ", static_cast<std::uint64_t>(space.f_bavail) * space.f_frsize, " of ",
                                static_cast<std::uint64_t>(space.f_blocks) * space.f_frsize, " are free")
                         : std::string(),
-                  ": make ", kSharedMemory,
-                  " larger (in containers --shm-size), remove files from it, or choose a "
-                  "smaller capacity");
+                  ": make ", kSharedMemory, " larger (in containers --shm-size), or remove files from it");
     }
     case EEXIST:
       return "a segment of this name exists: choose another engine id for each engine";

@@ -289,6 +289,23 @@ TEST(adopt_books_only_free_blocks) {
   CHECK(collector.size() == 1 && collector.owned(8).empty());
 }
 
+TEST(new_blocks_of_a_step_are_booked_together_or_not_at_all) {
+  Collector collector = with_request_7();
+  static_cast<void>(collector.commit(8, Blocks{10, 11}, Blocks{10}, 8, 4));
+  const std::vector<nitro::Handle> requests{7, 9, 8};
+  const std::vector<std::int32_t> counts{1, 2, 1};
+  CHECK_THROWS(IntegrityError, collector.adopt_all(requests, counts, Blocks{1, 2, 99, 1}), "#8", "adopted twice");
+  CHECK_THROWS(IntegrityError, collector.adopt_all(requests, counts, Blocks{1, 2, 99, 5}), "#8", "#7");
+  CHECK_THROWS(std::invalid_argument, collector.adopt_all(requests, counts, Blocks{1, 2, 3}), "add up to 4");
+  CHECK((collector.owned(7) == Blocks{5, 2}) && (collector.owned(8) == Blocks{10}) && collector.owner(1) == kNobody);
+  collector.check_integrity();
+  collector.adopt_all(requests, counts, Blocks{1, 2, 99, 3});  // 9 is not in the ledger
+  CHECK((collector.owned(7) == Blocks{5, 2, 1}) && (collector.owned(8) == Blocks{10, 3}) && collector.size() == 2);
+  collector.adopt_all(std::vector<nitro::Handle>{7, 8, 7}, std::vector<std::int32_t>{1, 0, 1}, Blocks{4, 6});
+  CHECK((collector.owned(7) == Blocks{5, 2, 1, 4, 6}) && collector.owner(6) == 7);
+  collector.check_integrity();
+}
+
 TEST(release_forgets_and_makes_room) {
   Collector collector = with_request_7();
   CHECK(collector.release(7) == 9);

@@ -39,8 +39,10 @@ class Model {
     const auto choice = pick(100);
     if (choice < 8)
       start();
-    else if (choice < 60)
+    else if (choice < 45)
       grow();
+    else if (choice < 60)
+      grow_together();
     else if (choice < 72)
       evict();
     else if (choice < 92)
@@ -69,6 +71,7 @@ class Model {
   [[nodiscard]] bool whole() const { return free_.size() + 1 == static_cast<std::size_t>(num_blocks_); }
   [[nodiscard]] const nitro::Counters& totals() const { return totals_; }
   [[nodiscard]] int together() const { return together_; }
+  [[nodiscard]] int spoilt() const { return spoilt_; }
 
  private:
   struct Planned {
@@ -140,6 +143,49 @@ class Model {
     collector_.adopt(at->first, fresh);
     request.table.insert(request.table.end(), fresh.begin(), fresh.end());
     request.slots = slots;
+  }
+
+  // The new blocks of one engine step. Half of the batches hold one that is wrong, and must change nothing.
+  void grow_together() {
+    std::vector<Handle> handles;
+    std::vector<std::int32_t> counts;
+    std::vector<BlockId> blocks;
+    std::vector<std::size_t> booked;  // where in blocks those of requests of the ledger are
+    for (auto& [handle, request] : requests_) {
+      const std::int64_t slots = request.slots + 1 + pick(9);
+      const auto needed = static_cast<std::size_t>((slots + kBlockSize - 1) / kBlockSize);
+      const std::size_t missing = needed > request.table.size() ? needed - request.table.size() : 0;
+      if (pick(3) == 0 || missing > free_.size()) continue;
+      handles.push_back(handle);
+      counts.push_back(static_cast<std::int32_t>(missing));
+      for (std::size_t i = 0; i < missing; ++i) {
+        if (request.epoch > 0) booked.push_back(blocks.size());
+        blocks.push_back(take());
+      }
+      request.slots = slots;
+    }
+    if (!booked.empty() && pick(2) == 0) {
+      std::vector<BlockId> wrong = blocks;
+      const std::size_t at = booked.at(pick(static_cast<std::uint32_t>(booked.size())));
+      const std::size_t other = booked.at(pick(static_cast<std::uint32_t>(booked.size())));
+      wrong.at(at) = other != at ? wrong.at(other) : (pick(2) == 0 ? 0 : num_blocks_);
+      bool refused = false;
+      try {
+        collector_.adopt_all(handles, counts, wrong);
+      } catch (const nitro::IntegrityError&) {
+        refused = true;
+      }
+      CHECK(refused);
+      for (const std::size_t i : booked) CHECK(collector_.owner(blocks[i]) == nitro::kNobody);
+      collector_.check_integrity();
+      ++spoilt_;
+    }
+    collector_.adopt_all(handles, counts, blocks);
+    std::size_t first = 0;
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      std::vector<BlockId>& table = requests_.at(handles[i]).table;
+      for (std::int32_t j = 0; j < counts[i]; ++j) table.push_back(blocks[first++]);
+    }
   }
 
   void evict() {
@@ -272,6 +318,7 @@ class Model {
   Handle next_handle_ = 0;
   nitro::Counters totals_;
   int together_ = 0;
+  int spoilt_ = 0;  // batches of new blocks that were refused
   Collector collector_{num_blocks_, kBlockSize, 0};
 };
 
@@ -285,6 +332,7 @@ TEST(random_lives_agree_with_the_model) {
       }
       CHECK(model.totals().evictions > 100);  // or the run has tested little
       CHECK(model.together() > 60);
+      CHECK(model.spoilt() > 20);
       model.drain();
       model.verify();
       CHECK(model.whole());

@@ -238,6 +238,34 @@ def test_columns_of_a_step_must_fit(collector: Collector) -> None:
         collector.commit_all(["old"], [8], [4], TableEnds([2], [5], [2]), {1: (blocks(6), blocks(6))})
 
 
+@pytest.mark.parametrize(
+    ("names", "counts", "new", "error", "message"),
+    [
+        (["old", "b"], [1, 2], [7, 8, 7], IntegrityError, "request 'b': block 7 is adopted twice"),
+        (["old", "b"], [1, 1], [7, 2], IntegrityError, "request 'b': adopted block 2 already belongs to request 'old'"),
+        (["old", "b"], [1, 1], [7, NULL], IntegrityError, "request 'b': adopted block 0 is the null block"),
+        (["old", "b"], [1, 1], [7, 16], IntegrityError, r"request 'b': adopted block 16 is outside \[0, 16\)"),
+        (["old", "b"], [2], [7, 8], ValueError, "counts has 1 entries, but there are 2 requests"),
+        (["old", "b"], [1, 2], [7, 8], ValueError, "counts add up to 3, but there are 2 blocks"),
+        (["old", "b"], [3, -1], [7, 8], ValueError, "a count of blocks is -1"),
+    ],
+)
+def test_a_refused_batch_of_new_blocks_says_why_and_changes_nothing(
+    collector: Collector, names: list[str], counts: list[int], new: list[int], error: type[Exception], message: str
+) -> None:
+    collector.commit("b", blocks(10, 11), blocks(10), physical=8, keep=4)
+    before = state_of(collector, "old", "b")
+    with pytest.raises(error, match=message):
+        collector.adopt_all(names, counts, new)
+    assert state_of(collector, "old", "b") == before
+    collector.check_integrity()
+    # What unknown requests got is not looked at; a request may occur again.
+    collector.adopt_all(["b", "unknown", "old", "b"], [1, 2, 1, 1], [7, 2, 99, 9, 8])
+    assert [collector.owned(name).tolist() for name in ("old", "b", "unknown")] == [[5, 2, 9], [10, 7, 8], []]
+    collector.adopt_all([], [], [])
+    collector.check_integrity()
+
+
 def test_requests_without_evictions_are_not_the_ledgers_business(collector: Collector) -> None:
     before = state_of(collector, "old", "unknown")
     collector.adopt("unknown", [2, 99])  # not even looked at
@@ -419,6 +447,49 @@ class PoolMachine(RuleBasedStateMachine):
         self.collector.adopt(request_id, new)
         self.tables[request_id] += new
         self.slots[request_id] = slots
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def grow_together(self, data: st.DataObject) -> None:
+        """One engine step's new blocks in one call; half of the batches are spoilt first, and must change nothing."""
+        given: dict[str, list[int]] = {}
+        for request_id in data.draw(st.lists(st.sampled_from(sorted(self.tables)), min_size=1, unique=True)):
+            slots = self.slots[request_id] + data.draw(st.integers(1, 2 * BLOCK_SIZE + 1))
+            needed = -(-slots // BLOCK_SIZE) - len(self.tables[request_id])
+            if needed <= len(self.free):
+                given[request_id] = self.take(needed)
+                self.slots[request_id] = slots
+        names, counts = list(given), [len(new) for new in given.values()]
+        flat = [block for new in given.values() for block in new]
+        booked = [i for i, name in enumerate(names) if name in self.epochs for _ in given[name]]
+        if booked and data.draw(st.booleans()):
+            at = data.draw(st.sampled_from(booked))
+            name, place = names[at], sum(counts[:at])
+            owned = data.draw(st.sampled_from(self.tables[data.draw(st.sampled_from(sorted(self.epochs)))]))
+            wrong = {
+                "the null block": (names, counts, [*flat[:place], NULL, *flat[place + 1 :]]),
+                "is outside": (names, counts, [*flat[:place], self.num_blocks, *flat[place + 1 :]]),
+                "already belongs to": (names, counts, [*flat[:place], owned, *flat[place + 1 :]]),
+                "is adopted twice": (
+                    names,
+                    [*counts[:at], counts[at] + 1, *counts[at + 1 :]],
+                    [*flat[:place], flat[place], *flat[place:]],
+                ),
+                "counts has": (names, counts[:-1], flat),
+                "counts add up": (names, counts, [*flat, NULL]),
+            }
+            fault = data.draw(st.sampled_from(sorted(wrong)))
+            with pytest.raises((IntegrityError, ValueError), match=fault) as raised:
+                self.collector.adopt_all(*wrong[fault])
+            assert isinstance(raised.value, IntegrityError) == (not fault.startswith("counts"))
+            assert name in str(raised.value) or not isinstance(raised.value, IntegrityError)
+            self.the_ledger_is_the_model(booked_only=True)
+        if len(flat) > 1 and data.draw(st.booleans()):  # one block a line, so that requests occur several times
+            names = [name for name, new in given.items() for _ in new]
+            counts = [1] * len(flat)
+        self.collector.adopt_all(names, counts, flat)
+        for request_id, new in given.items():
+            self.tables[request_id] += new
 
     @precondition(lambda self: any(slots > 1 for slots in self.slots.values()))
     @rule(data=st.data())

@@ -100,6 +100,13 @@ def test_nothing_says_how_many_tokens_stay(empty: dict[str, None]) -> None:
     assert "none of budget, ratio and threshold is set" in problems_of(empty)
 
 
+@pytest.mark.parametrize("name", ["min_keep", "max_keep"])
+def test_a_bound_of_a_threshold_that_is_not_set_is_named_beside_it(name: str) -> None:
+    said = problems_of({name: 100})
+    assert "none of budget, ratio and threshold is set" in said
+    assert f"{name}=100 is set without a threshold" in said
+
+
 @pytest.mark.parametrize(
     ("counts", "said"),
     [

@@ -96,7 +96,16 @@ class Collector {
   [[nodiscard]] std::vector<BlockId> commit(Handle request, std::span<const BlockId> blocks,
                                             std::span<const BlockId> dst, std::int64_t physical, std::int64_t keep);
 
-  // Appends blocks that the pool gave to a request of the ledger; does nothing for other requests.
+  // Appends the blocks that the pool gave to requests of the ledger in one step, all of them or, if one is wrong, none;
+  // what it gave to other requests is not looked at. A request may occur several times.
+  //
+  // counts: for each request, how many blocks; blocks: those of one request after the other.
+  // Throws std::invalid_argument if these do not fit each other; IntegrityError if a block is the null block, out of
+  // range, named twice, or owned already.
+  void adopt_all(std::span<const Handle> requests, std::span<const std::int32_t> counts,
+                 std::span<const BlockId> blocks);
+
+  // Does so for one request.
   void adopt(Handle request, std::span<const BlockId> blocks);
 
   // Forgets a request (finished, aborted or preempted). Returns its evicted tokens, 0 for a request not in the ledger.
@@ -128,6 +137,8 @@ class Collector {
     std::int64_t evicted = 0;
     std::int64_t epoch = 0;
     mutable std::int64_t epoch_proven = 0;  // at the last check_integrity()
+    std::uint64_t batch = 0;                // the stamp of the adopt_all() that it was last in,
+    std::size_t incoming = 0;               // and how many blocks that one brings
   };
 
   [[nodiscard]] std::size_t blocks_for(std::int64_t slots) const noexcept;
@@ -139,6 +150,7 @@ class Collector {
   void check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical, std::int64_t keep) const;
   void check_in_place(const Eviction& eviction) const;
   void check_move(const Eviction& eviction) const;
+  void check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) const;
   void check_together(std::span<const Eviction> evictions) const;
   [[nodiscard]] Committed outcome(std::span<const Eviction> evictions) const;
   void check_if_debug() const;

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from vllm.logger import init_logger
 
+from nitro.errors import BridgeError
 from nitro.ipc import Consumer, collect_stale, new_engine_id
 from nitro.types import IntArray, StepAsks, StepPlan
 
@@ -21,7 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 logger = init_logger("vllm.plugins.nitro")
+CAPACITY = 4096  # answers that may wait to be read; a power of two
+MOST = 256  # questions in a step: their blocks are listed one by one, which takes some 20 µs each
 PATIENCE = 16  # steps until a question counts as lost; an answer takes two or three
+
+
+def try_bridge(capacity: int = CAPACITY) -> None:
+    """Make the shared memory of ``Asks`` and give it up again, to learn early whether that is possible.
+
+    Raises:
+        BridgeError: shared memory is missing, full or not writable.
+    """
+    collect_stale()
+    try:
+        Consumer(new_engine_id(), 0, capacity).close()
+    except BridgeError as error:
+        raise BridgeError(
+            f"threshold needs shared memory for the workers' answers, or set budget or ratio instead: {error}"
+        ) from error
 
 
 class Answer(NamedTuple):
@@ -68,7 +86,7 @@ class Asks:
         lost: questions that were asked again, since no answer came.
     """
 
-    def __init__(self, threshold: float, block_size: int, capacity: int = 4096) -> None:
+    def __init__(self, threshold: float, block_size: int, capacity: int = CAPACITY) -> None:
         """Make the shared memory that answers come through.
 
         Args:
@@ -90,6 +108,7 @@ class Asks:
         self._open: dict[str, _Open] = {}
         self._asked_at: dict[str, int] = {}
         self._new: list[_Asked] = []
+        self._put_off = 0  # requests that were to be asked about in this step, had there not been so many
         self._dead = False
         self.answered = self.stale = self.lost = 0
 
@@ -100,6 +119,7 @@ class Asks:
     def begin_step(self) -> list[Answer]:
         """Begin the next step, and return the answers that have come, the newest of each request."""
         self._step += 1
+        self._put_off = 0
         if self._linked and self._ring.producer_alive:
             # The worker has opened it: without a name, nothing is left behind however this process ends.
             self._ring.unlink()
@@ -138,6 +158,17 @@ class Asks:
         self._asked_at.pop(name, None)
         self.lost += 1
         return False
+
+    def later(self) -> int:
+        """Return in how many steps a request is to be asked about, 0 for now.
+
+        Requests that began together are due together. Each answer may come some steps later at the price of memory
+        only, so that no step asks about more than ``MOST``; from then on they are due one part after the other.
+        """
+        if len(self._new) < MOST:
+            return 0
+        self._put_off += 1
+        return -(-self._put_off // MOST)
 
     def asked_at(self, name: str) -> int | None:
         """Return how many tokens a request had when it was last asked about in this run; None: never, or in vain."""

@@ -25,6 +25,7 @@ class NitroFullAttentionManager(FullAttentionManager):
     nitro: Collector
     nitro_peak: Callable[[str, int], int]
     nitro_admission: Admission
+    nitro_new: tuple[list[str], list[int], list[int]]
 
     @classmethod
     def adopt(
@@ -46,6 +47,7 @@ class NitroFullAttentionManager(FullAttentionManager):
         manager.nitro = collector
         manager.nitro_peak = peak
         manager.nitro_admission = admission
+        manager.nitro_new = [], [], []
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Count the blocks a request still needs for ``num_tokens`` logical tokens.
@@ -65,14 +67,26 @@ class NitroFullAttentionManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int, *args: Any, **kwargs: Any
     ) -> list[KVCacheBlock]:
-        """Allocate blocks up to ``num_tokens`` logical tokens; the ledger learns of those of evicted requests."""
+        """Allocate blocks up to ``num_tokens`` logical tokens; those of evicted requests are booked with the step."""
         evicted = self.nitro.evicted(request_id)
         blocks = super().allocate_new_blocks(
             request_id, num_tokens - evicted, num_tokens_main_model - evicted, *args, **kwargs
         )
         if evicted and blocks:
-            self.nitro.adopt(request_id, [block.block_id for block in blocks])
+            names, counts, ids = self.nitro_new
+            names.append(request_id)
+            counts.append(len(blocks))
+            ids += [block.block_id for block in blocks]
         return blocks
+
+    def nitro_book(self) -> None:
+        """Tell the ledger of the blocks that evicted requests were given in this step; to be called once it is made.
+
+        One that was given a block and preempted within the step is not in the ledger any more, which passes it over.
+        """
+        if self.nitro_new[0]:
+            self.nitro.adopt_all(*self.nitro_new)
+            self.nitro_new = [], [], []
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish full blocks for prefix caching, unless the request lost tokens: its blocks match no prefix."""

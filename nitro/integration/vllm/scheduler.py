@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -26,6 +26,7 @@ from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
 from nitro.integration.vllm.request_rules import RequestRules
+from nitro.integration.vllm.slots import SlotWatch
 from nitro.planner import ThresholdRule
 from nitro.types import Counters, StepPlan
 
@@ -73,6 +74,7 @@ class SchedulerSide:
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
         self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
+        self.slots = SlotWatch(self.manager, self.collector)
         self.counters = Counters()
         self.reported = Counters()
         self._net_freed = 0
@@ -191,6 +193,8 @@ class SchedulerSide:
             left = 0 if before is None else rule.left(room, computed - before)
             if left > 0:
                 gap = left
+            elif (later := self.asks.later()) > 0:
+                gap = later
             else:
                 self._ask(request, rule, computed, physical)
         return gap if room is None else max(min(gap, room), 1)
@@ -213,7 +217,11 @@ class SchedulerSide:
         self.asks.ask(name, self.collector.epoch(name), computed, physical, protect, ids)
 
     def notice(self, output: SchedulerOutput) -> None:
-        """Forget requests that finished, and look at those that begin to run, or to run again, in the next step."""
+        """Book what the step has given out, and see who finished, and who begins to run, or to run again.
+
+        Requests that begin are looked at in the next step.
+        """
+        self.manager.nitro_book()
         for name in output.finished_req_ids:
             self.calendar.drop(name)
             self.growing.pop(name, None)
@@ -275,10 +283,12 @@ class SchedulerSide:
             blocks_freed=max(self.counters.blocks_freed, self._net_freed),
         )
 
-    def report(self, scheduler_stats: SchedulerStats) -> None:
-        """Add what happened since the last report to the statistics that go to vLLM's front-end."""
+    def report(self, scheduler_stats: SchedulerStats, running: Sequence[Request]) -> None:
+        """Add what happened since the last report, and how slots are used, to what goes to vLLM's front-end."""
         stats.put(scheduler_stats, self.reported, self.counters)
         self.reported = self.counters
+        if (use := self.slots.look(running)) is not None:
+            stats.put_slots(scheduler_stats, use)
 
 
 def _only_manager(scheduler: Scheduler) -> FullAttentionManager:
@@ -322,7 +332,7 @@ class _NitroSchedulerMixin(Scheduler):
         """Return vLLM's statistics with Nitro's counters in them."""
         found = super().make_stats(*args, **kwargs)
         if found is not None:
-            self.nitro.report(found)
+            self.nitro.report(found, self.running)
         return found
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:

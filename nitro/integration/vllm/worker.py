@@ -11,6 +11,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from nitro import policies
 from nitro.compactor import Compactor
+from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.asks import try_bridge
 from nitro.integration.vllm.caches import adopt
 from nitro.integration.vllm.runner_v1 import NitroGPUModelRunner, NitroRunnerMixin
 from nitro.kernel_compactor import SCRATCH_BYTES, positions_bytes
@@ -24,7 +26,14 @@ class NitroWorkerMixin(Worker):
     nitro_runner: ClassVar[type[NitroRunnerMixin]] = NitroGPUModelRunner
 
     def init_device(self) -> None:
-        """Initialise the device, and take over the model runner before it loads a model."""
+        """Initialise the device, and take over the model runner before it loads a model.
+
+        Raises:
+            BridgeError: there is a threshold, but no shared memory for the workers' answers.
+        """
+        settings = settings_in(self.vllm_config.additional_config)
+        if settings is not None and settings.threshold is not None and self.rank == 0:
+            try_bridge()  # the scheduler makes its own only once the weights are loaded, which may take minutes
         super().init_device()
         if getattr(self.vllm_config, "use_v2_model_runner", False):
             # In a module of its own: importing it where it is not used would take memory and time for nothing.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nitro import _native
+from nitro.errors import BridgeError
 from nitro.integration.vllm import asks as asks_module
 from nitro.integration.vllm.asks import PATIENCE, Answer, Asks
-from nitro.ipc import MESSAGE, Messages, Producer
+from nitro.integration.vllm.scheduler import ASKS
+from nitro.integration.vllm.worker import NitroWorkerMixin
+from nitro.ipc import MESSAGE, Consumer, Messages, Producer
 from nitro.types import StepAsks
+
+from .simulation import Simulation
 
 BLOCK = 16
 
@@ -95,6 +103,59 @@ def test_a_lost_question_is_asked_again(asks: Asks) -> None:
     assert asks.begin_step() == []
     producer.publish(answers_to(second, 30))
     assert asks.begin_step() == [Answer("a", 66, 30)]
+
+
+def test_a_lost_question_is_asked_again_in_the_very_step_in_which_it_counts_as_lost(
+    simulate: Callable[..., Simulation],
+) -> None:
+    """Not a slack of tokens after it, as a question that was answered would be."""
+
+    class Mute(Producer):
+        def publish(self, messages: Messages | None = None) -> int:
+            return 0
+
+    sim = simulate(budget=None, threshold=0.5, min_keep=8, slack=3 * PATIENCE)
+    sim.bridge = Mute
+    sim.add(list(range(1, 61)), 3 * PATIENCE + 5)
+    asked = [asks.step for _ in range(3 * PATIENCE) if (asks := getattr(sim.step(), ASKS, None)) is not None]
+    assert len(asked) == 3
+    assert [later - earlier for earlier, later in pairwise(asked)] == [PATIENCE, PATIENCE]
+
+
+def test_those_who_are_due_together_are_asked_in_parts(
+    simulate: Callable[..., Simulation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asks_module, "MOST", 3)
+    sim = simulate(num_blocks=200, chunk=512, budget=None, threshold=0.5, min_keep=8, slack=30)
+    sim.bridge, sim.reached = Producer, 8
+    for number in range(8):
+        sim.add([*range(1 + number, 40 + number)], 60)
+    asked = []
+    while sim.scheduler.requests:
+        asked.append(len(getattr(sim.step(), ASKS, ())))
+    sim.drain()
+    first = next(step for step, count in enumerate(asked) if count)
+    assert asked[first : first + 3] == [3, 3, 2]
+    assert max(asked) == 3
+    assert sim.evictions >= 16, "each of them is evicted again and again, none is forgotten"
+
+
+def test_shared_memory_is_tried_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(os.listdir(_native.SHARED_MEMORY))
+    asks_module.try_bridge()
+    assert set(os.listdir(_native.SHARED_MEMORY)) <= before, "nothing is left of it"
+
+    def full(*_: object) -> Consumer:
+        raise BridgeError("cannot allocate /dev/shm/nitro-0")
+
+    monkeypatch.setattr(asks_module, "Consumer", full)
+    settings = {"policy": "keydiff", "threshold": 0.5}
+    worker = object.__new__(NitroWorkerMixin)
+    worker.rank, worker.vllm_config = 0, SimpleNamespace(additional_config={"nitro": settings})
+    with pytest.raises(
+        BridgeError, match=r"threshold needs shared memory .* set budget or ratio instead: cannot allocate"
+    ):
+        worker.init_device()
 
 
 def test_requests_that_were_preempted_while_their_step_was_scheduled_are_not_asked(asks: Asks) -> None:

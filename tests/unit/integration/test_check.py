@@ -3,19 +3,24 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from nitro import check
+from nitro.cli import main
+from nitro.config import Settings
+from nitro.errors import BridgeError
 from nitro.integration.vllm import compat
 
 from .test_refusals import write_config
 
 
-def report(name: str | None) -> tuple[int, str]:
+def report(name: str | None, **settings: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=200)
-    code = check.run(name, console=console)
+    code = check.run(name, Settings.parse(settings) if settings else None, console=console)
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
 
@@ -56,3 +61,55 @@ def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch
     code, text = report(None)
     assert code == 1
     assert "leaves Nitro out" in text
+
+
+def test_what_a_threshold_and_its_bounds_mean(tiny: Callable[[str], Path]) -> None:
+    code, text = report(str(tiny("llama-gqa")), threshold=0.5, min_keep=100, max_keep=400)
+    assert code == 0
+    assert "with threshold=0.5" in text
+    assert "in the unit of keydiff's scores" in text
+    assert "100 tokens, 0 MiB stay at least" in text
+    assert "400 tokens, 0 MiB stay at most; at most 464 tokens" in text
+    assert "takes the workers' answers" in text
+
+
+def test_a_threshold_without_bounds_says_how_far_a_request_may_grow(tiny: Callable[[str], Path]) -> None:
+    code, text = report(str(tiny("llama-gqa")), threshold=0.5, evict_prompt=False)
+    assert code == 0
+    assert "36 tokens, 0 MiB stay at least (sinks + window)" in text
+    assert "max_keep" in text
+    assert "grows to 1,024 tokens" in text
+    assert "beside its prompt" in text
+
+
+def test_settings_that_never_evict_are_a_problem(tiny: Callable[[str], Path]) -> None:
+    code, text = report(str(tiny("llama-gqa")), threshold=0.5, min_keep=1000)
+    assert code == 1
+    assert "1000 tokens that stay plus slack=64 are more than max_model_len=1024: lower them" in text
+
+
+def test_shared_memory_that_is_missing_is_a_problem_of_thresholds(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise BridgeError("/dev/shm is missing: mount a tmpfs there")
+
+    monkeypatch.setattr("nitro.integration.vllm.asks.try_bridge", missing)
+    assert report(str(tiny("llama-gqa")), ratio=0.5)[0] == 0
+    code, text = report(str(tiny("llama-gqa")), threshold=0.5)
+    assert code == 1
+    assert "mount a tmpfs there" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["m", "--settings", '{"max_keep": 100}'], "max_keep=100 is set without a threshold"),
+        (["m", "--settings", "{"], "Expecting property name"),
+        (["--settings", '{"budget": 64}'], "name it, too"),
+    ],
+)
+def test_wrong_settings_are_refused_before_vllm_is_imported(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["check", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

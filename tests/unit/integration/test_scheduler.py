@@ -19,6 +19,7 @@ from nitro.testing.pool import assert_pool_whole
 
 from . import simulation
 from .lives import MIXED, SETTINGS, mingle, prompt
+from .simulation import BLOCK
 
 Make = Callable[..., simulation.Simulation]
 
@@ -191,7 +192,65 @@ def test_counters_travel_in_the_statistics(simulate: Make) -> None:
     reports = [found for item in sim.stats if (found := stats.take(item))]
     assert reports[0] == {"evictions": 1, "tokens_evicted": 100 - SETTINGS["budget"], "blocks_freed": 7 - 3}
     assert sum(found["evictions"] for found in reports) == sim.evictions > 1
+    for item in sim.stats:
+        stats.take_slots(item)
     assert not any(item.waiting_lora_adapters for item in sim.stats), "nothing of it may be left for vLLM's own loggers"
+
+
+def test_slots_in_use_travel_once_a_second_and_when_the_last_request_has_ended(simulate: Make) -> None:
+    from nitro.integration.vllm import stats
+    from nitro.integration.vllm.slots import INTERVAL, SlotUse, SlotWatch
+
+    sim = simulate(chunk=256)
+    side, now = sim.scheduler.nitro, [100.0]  # type: ignore[attr-defined]
+    side.slots = SlotWatch(side.manager, side.collector, lambda: now[0])
+    name, other = sim.add(prompt(100, 1), 40), sim.add(prompt(20, 2), 4)
+    sim.step()
+    sizes = {request.request_id: request.num_computed_tokens for request in sim.scheduler.running}
+    assert stats.take_slots(sim.stats[-1]) == SlotUse(7 * BLOCK + 2 * BLOCK, sum(sizes.values())), "none is evicted yet"
+    for _ in range(12):
+        sim.step()
+        assert stats.take_slots(sim.stats[-1]) is None, "the second is not over"
+    assert other not in sim.scheduler.requests
+    now[0] += INTERVAL
+    sim.step()
+    request = sim.scheduler.requests[name]
+    held = len(side.manager.req_to_blocks[name]) * BLOCK
+    used = request.num_computed_tokens - side.collector.evicted(name)
+    assert stats.take_slots(sim.stats[-1]) == SlotUse(held, used, held, used)
+    assert 1 <= held / used <= 1 + BLOCK / SETTINGS["budget"]
+    sim.drain()
+    assert [use for item in sim.stats if (use := stats.take_slots(item))] == [SlotUse()], "nobody runs any more"
+
+
+def test_the_metrics_say_how_slots_are_used() -> None:
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from nitro.integration.vllm import stats
+    from nitro.integration.vllm.slots import SlotUse
+    from nitro.integration.vllm.stat_logger import NitroStatLogger
+
+    config = SimpleNamespace(
+        additional_config={"nitro": {"budget": 64}}, model_config=SimpleNamespace(served_model_name="m")
+    )
+    logger = NitroStatLogger(config, [0])
+
+    def shown(name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"nitro:{name}", {"model_name": "m", "engine": "0"})
+
+    report = SchedulerStats()
+    stats.put_slots(report, SlotUse(960, 800, 96, 66))
+    logger.record(report, None)
+    assert (shown("allocated_slots"), shown("live_slots"), shown("fragmentation_ratio")) == (960, 800, 1.2)
+    assert shown("request_fragmentation_ratio_max") == 96 / 66
+    assert report.waiting_lora_adapters == {}
+    logger.record(SchedulerStats(), None)
+    assert shown("fragmentation_ratio") == 1.2, "what was not counted again still stands"
+    stats.put_slots(report, SlotUse())
+    logger.record(report, None)
+    assert shown("allocated_slots") == 0
+    assert math.isnan(shown("fragmentation_ratio") or 0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
