@@ -64,7 +64,11 @@ def test_moves_take_sixteen_bytes_at_once(
 def test_scores_read_sixteen_bytes_at_once(
     outcomes: dict[tuple[str, int], dict[str, Any]], name: str, arch: int
 ) -> None:
-    assert 16 in outcomes[name, arch]["copied"]
+    outcome = outcomes[name, arch]
+    if name.startswith("score-keydiff_unrotated"):  # not pipelined: what is read goes straight to registers
+        assert "ld.global.v4.b32" in outcome["accesses"]
+    else:
+        assert 16 in outcome["copied"]
 
 
 @pytest.mark.parametrize("length", [1, 400, 512, 513, 5000, 8192, 8193, 131072])
