@@ -54,6 +54,13 @@ def _softmax(x, good):
 
 
 @triton.jit
+def _offset(order, table, index, live, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """Return where in the cache the tokens are that come at these places in the sequence."""
+    slot = slot_of(order, index, live, order is not None)
+    return slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+
+
+@triton.jit
 def _store_spreads(
     pointer,
     order,
@@ -87,8 +94,7 @@ def _store_spreads(
         for start in tl.range(LAG, 2 * LAG, TILE, num_stages=STAGES):
             index = start + tl.arange(0, TILE)
             live = index < 2 * LAG
-            slot = slot_of(order, begin + index, live, order is not None)
-            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
             x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
             if LAG % TILE > 0:
                 lows = tl.minimum(lows, tl.where(live[:, None], x, float("inf")))
@@ -109,8 +115,7 @@ def _store_spreads(
         for start in tl.range(0, LAG, TILE, num_stages=STAGES):
             index = start + tl.arange(0, TILE)
             live = index < LAG
-            slot = slot_of(order, begin + index, live, order is not None)
-            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+            offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
             x = load_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
             unit = x * inverse + shift
             total = tl.sum(tl.sum(unit, axis=2), axis=1)
@@ -125,8 +130,7 @@ def _store_spreads(
             for start in tl.range(0, LAG, TILE, num_stages=STAGES):
                 index = start + tl.arange(0, TILE)
                 live = index < LAG
-                slot = slot_of(order, begin + index, live, order is not None)
-                offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+                offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
                 x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
                 square += tl.sum(x * x, axis=1)
         if not finite(tl.sum(square, axis=0)):
@@ -163,8 +167,7 @@ def _store_spreads_of_part(
     for start in tl.range(LAG, 2 * LAG, TILE, num_stages=STAGES):
         index = start + tl.arange(0, TILE)
         live = index < 2 * LAG
-        slot = slot_of(order, begin + index, live, order is not None)
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+        offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
         key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
         value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
         good = live & finite(tl.sum(key * key, axis=1)) & finite(tl.sum(value * value, axis=1))
@@ -177,8 +180,7 @@ def _store_spreads_of_part(
     for start in tl.range(0, LAG, TILE, num_stages=STAGES):
         index = start + tl.arange(0, TILE)
         live = index < LAG
-        slot = slot_of(order, begin + index, live, order is not None)
-        offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+        offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
         key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
         value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
         good = finite(tl.sum(key * key, axis=1)) & finite(tl.sum(value * value, axis=1))
