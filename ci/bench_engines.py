@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Suites of engines side by side on one GPU: throughput, latency, preemptions and blocks.
 
-    python3 ci/bench_engines.py [--suite essay|ample|llama8b[_long][_fp8]] [--rounds N] [--json FILE]
+    python3 ci/bench_engines.py [--suite essay|ample|llama8b[_long][_fp8]] [--rounds N] [--json FILE] [--out FOLDER]
 
 All engines of a suite are alive at once, each in processes of its own, and serve the same requests in turn, so that
 what the machine does meanwhile hits all of them. For everything that is not in a suite: `nitro bench`, docs/bench.md.
@@ -84,19 +84,21 @@ SUITES = {
 }
 
 
-def run_suite(suite: Suite, rounds: int, here: machine.Machine, console: Console) -> dict[str, Any]:
-    """Let the suite's engines serve each load in turn, ``rounds`` times; return the settings and all figures."""
+def run_suite(suite: Suite, rounds: int, here: machine.Machine, console: Console, folder: Path) -> dict[str, Any]:
+    """Let the suite's engines serve each load in turn, ``rounds`` times; return the settings and all figures.
+
+    What is in the folder already, of the same suite on the same machine, is not served again.
+    """
     # With several rounds, one before them is for the caches of all kinds, and does not count.
     plan = Plan(shapes.find(suite.shape), suite.engines, suite.loads, here.device, rounds, warm_up=suite.rounds > 1)
     found = []
-    with tempfile.TemporaryDirectory(prefix="nitro-bench-") as folder:
-        store = Store(Path(folder), plan.manifest())
-        Runner(plan, store, here, console, mode="together").run()
-        for index, load in enumerate(plan.loads):
-            runs = results.runs(plan, store, index)
-            for ratio in results.ratios(plan, runs):
-                print(f"{load}: {ratio}", flush=True)
-            found += [run for of in runs.values() for run in of]
+    store = Store(folder, plan.manifest())
+    Runner(plan, store, here, console, mode="together").run()
+    for index, load in enumerate(plan.loads):
+        runs = results.runs(plan, store, index)
+        for ratio in results.ratios(plan, runs):
+            print(f"{load}: {ratio}", flush=True)
+        found += [run for of in runs.values() for run in of]
     figures = [{key: value for key, value in run.items() if key != "series"} for run in found]
     return {"suite": plan.manifest(), "results": figures}
 
@@ -106,13 +108,15 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, action="append", help="default: essay")
     parser.add_argument("--rounds", type=int, help="of each load; default: the suite's own number")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--out", type=Path, help="keep each run there, to go on if this is interrupted")
     arguments = parser.parse_args()
     console, here, found = Console(), machine.probe(), {}
-    for name in arguments.suite or ["essay"]:
-        suite = SUITES[name]
-        found[name] = run_suite(suite, arguments.rounds or suite.rounds, here, console)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1))
+    with tempfile.TemporaryDirectory(prefix="nitro-bench-") as temporary:
+        for name in arguments.suite or ["essay"]:
+            suite, folder = SUITES[name], (arguments.out or Path(temporary)) / name
+            found[name] = run_suite(suite, arguments.rounds or suite.rounds, here, console, folder)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
