@@ -1,4 +1,4 @@
-"""``nitro bench stress`` and ``nitro bench explain`` from end to end."""
+"""``nitro bench stress``, ``explain`` and ``sweep`` from end to end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from nitro.bench import charts, explain, machine, pools, report, results, shapes
+from nitro.bench import sweep as sweeping
 from nitro.bench.machine import BenchError, Machine
 from nitro.bench.plan import Engine, Load, Plan, block_size, itemsize
 from nitro.bench.runner import Mode, Runner
@@ -22,7 +23,7 @@ from nitro.errors import SettingsError
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for; both commands share it.
+    """What the user asked for; all commands share it.
 
     Attributes:
         model: a shape's name, or a folder.
@@ -101,6 +102,49 @@ def explained(asked: Asked, ample: str, fp8: bool, console: Console) -> dict[str
     return _finish(asked, plan, found, console)
 
 
+def swept(asked: Asked, requests: Sequence[int], percents: Sequence[float], console: Console) -> dict[str, Any]:
+    """Serve each number of requests on stock and, at each retention ratio, with Nitro; print what Nitro gains where.
+
+    Args:
+        asked: what to run; its load has the most requests, and its settings evict nothing by themselves.
+        requests: numbers of requests at once.
+        percents: retention ratios.
+        console: where to print.
+
+    Returns:
+        What was written as JSON.
+
+    Raises:
+        SettingsError: what was asked for cannot be run.
+        BenchError: an engine failed, or Nitro evicted nothing.
+    """
+    loads = sweeping.loads(requests, percents, asked.load, asked.nitro)
+    found, model = _begin(asked, console)
+    engines = sweeping.engines(*_pool(asked, asked.pool, model, found), asked.nitro)
+    plan = Plan(model, engines, loads, found.device, asked.rounds, asked.max_batched)
+    store, complete = _run(asked, plan, found, console)
+    cells = sweeping.cells(plan, store)
+    if not cells:
+        raise BenchError(f"limit={asked.limit_s:.0f} s ended before both engines had served a load: raise --limit")
+    picture, data = asked.out / "sweep.png", asked.out / "results.json"
+    sweeping.draw(
+        cells,
+        f"{model.name} on {found.device.description}, pool {asked.pool}: {asked.load.prompt} + "
+        f"{asked.load.answer} tokens",
+        picture,
+    )
+    record = {
+        **plan.manifest(),
+        "complete": complete,
+        "versions": found.versions,
+        "cells": [asdict(cell) for cell in cells],
+    }
+    write_whole(data, record)
+    _show(console, [sweeping.table(plan, cells), f"picture  {picture}\ndata     {data}"])
+    _say_if_late(asked, complete, console)
+    return record
+
+
 def _begin(asked: Asked, console: Console) -> tuple[Machine, shapes.Model]:
     """Check what can be checked at once, and look at the machine."""
     if find_spec("matplotlib") is None:
@@ -121,7 +165,7 @@ def _begin(asked: Asked, console: Console) -> tuple[Machine, shapes.Model]:
 def _pool(asked: Asked, text: str, model: shapes.Model, found: Machine) -> tuple[int, int]:
     """Return a pool's blocks without Nitro and with it."""
     size, bytes_each = block_size(found.device), itemsize(found.device)
-    tokens = asked.load.prompt + asked.load.answer
+    tokens = asked.load.tokens
     pool = pools.parse(text, model, block_size=size, itemsize=bytes_each, requests=asked.load.requests, tokens=tokens)
     if pool.literal or found.device.kind != "cuda":
         return pool.blocks, pool.blocks
@@ -137,10 +181,9 @@ def _pool(asked: Asked, text: str, model: shapes.Model, found: Machine) -> tuple
 
 def _finish(asked: Asked, plan: Plan, found: Machine, console: Console) -> dict[str, Any]:
     """Run what is missing, then report everything that is there."""
-    store = Store(asked.out, plan.manifest())
-    complete = Runner(plan, store, found, console, mode=asked.mode, limit_s=asked.limit_s).run()
+    store, complete = _run(asked, plan, found, console)
     runs = results.runs(plan, store)
-    results.require_evictions(plan, runs, asked.load.prompt + asked.load.answer)
+    results.require_evictions(plan, runs, asked.load.tokens)
     if not any(runs.values()):
         raise BenchError(f"limit={asked.limit_s:.0f} s ended before a run did: raise --limit")
     picture, data = asked.out / "bench.png", asked.out / "results.json"
@@ -161,9 +204,19 @@ def _finish(asked: Asked, plan: Plan, found: Machine, console: Console) -> dict[
         parts += [explain.shares_table(plan, runs), explain.roofline_table(plan, runs)]
     write_whole(data, record)
     _show(console, [*parts, *report.remarks(runs), f"picture  {picture}\ndata     {data}"])
+    _say_if_late(asked, complete, console)
+    return record
+
+
+def _run(asked: Asked, plan: Plan, found: Machine, console: Console) -> tuple[Store, bool]:
+    """Run what is missing; return the results, and whether they are complete."""
+    store = Store(asked.out, plan.manifest())
+    return store, Runner(plan, store, found, console, mode=asked.mode, limit_s=asked.limit_s).run()
+
+
+def _say_if_late(asked: Asked, complete: bool, console: Console) -> None:
     if not complete:
         console.print(f"Time is up: the same command goes on in {asked.out}", style="bold yellow", highlight=False)
-    return record
 
 
 def _without_bulk(run: dict[str, Any]) -> dict[str, Any]:

@@ -29,22 +29,15 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, target: P
         title: above the picture.
         target: the file.
     """
-    # The first use builds a font cache, and says so in the middle of the output.
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 9), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = dict(zip(PANELS, figure.subplots(len(PANELS), 1, sharex=True), strict=True))
+    picture, subplots = figure(len(PANELS), 1, (10, 9))
+    panels = dict(zip(PANELS, subplots, strict=True))
     for index, (name, runs) in enumerate(found.items()):
-        style = {"color": _COLOURS[index % 6], "linestyle": _LINES[index % 6]}
         for number, run in enumerate(runs):
             times, columns = curves(run)
             for panel, axes in panels.items():
                 label = name if panel == "running" and number == 0 else None
                 strength = 1.0 if number == 0 else 0.35
-                axes.plot(times[panel], columns[panel], linewidth=1.4, alpha=strength, label=label, **style)
+                axes.plot(times[panel], columns[panel], linewidth=1.4, alpha=strength, label=label, **style(index))
     for panel, axes in panels.items():
         axes.set_ylabel(PANELS[panel])
         axes.set_ylim(bottom=0)
@@ -52,8 +45,25 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, target: P
         axes.spines[["top", "right"]].set_visible(False)
     panels["tokens_per_s"].set_xlabel("time since the load began (s)")
     panels["running"].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(target)
+    picture.suptitle(title, fontsize=11)
+    picture.savefig(target)
+
+
+def figure(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
+    """Return a picture and its panels, whose horizontal axes agree; needs no display."""
+    # The first use builds a font cache, and says so in the middle of the output.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=inches, dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    return made, made.subplots(rows, columns, sharex=True)
+
+
+def style(index: int) -> dict[str, Any]:
+    """Return how a curve looks: colours and lines that differ."""
+    return {"color": _COLOURS[index % 6], "linestyle": _LINES[index % 6]}
 
 
 def curves(run: Mapping[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -104,6 +104,49 @@ def explain(
     _told("explain", run)
 
 
+@bench.command()
+def sweep(
+    model: Model = "qwen2.5-0.5b",
+    pool: Pool = "l4",
+    requests: Annotated[
+        str, typer.Option(help="Numbers of requests at once, with commas; max_num_seqs is the largest.")
+    ] = "64,256,512,1024,2048",
+    retention: Annotated[
+        str, typer.Option(help="Percent of a request's tokens that its budget is, with commas.")
+    ] = "100,50,25,16.5,12.5",
+    prompt: Prompt = 1000,
+    answer: Answer = 1000,
+    rounds: Rounds = 1,
+    policy: Policy = "keydiff",
+    slack: Slack = 64,
+    max_batched: Batched = 8192,
+    engines: Engines = "auto",
+    limit: Limit = 0.0,
+    out: Out = Path("nitro-sweep"),
+) -> None:
+    """Where Nitro helps and where it does not: retention ratios by numbers of requests, against stock vLLM."""
+
+    def run() -> None:
+        from nitro.bench import app
+
+        numbers = [int(number) for number in _numbers("requests", requests, int)]
+        nitro = {"policy": policy, "budget": prompt + answer, "slack": slack}
+        load = Load(max(numbers, default=1), prompt, answer)
+        asked = _asked(model, pool, load, rounds, nitro, max_batched, engines, limit, out)
+        app.swept(asked, numbers, _numbers("retention", retention, float), Console())
+
+    _told("sweep", run)
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], float]) -> list[float]:
+    from nitro.errors import SettingsError
+
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SettingsError(f"{name}={text!r} is not a list of numbers ({error}): separate them by commas") from error
+
+
 def _asked(
     model: str,
     pool: str,

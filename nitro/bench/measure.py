@@ -69,7 +69,10 @@ class Measured:
         from vllm import SamplingParams
 
         tokens = np.random.default_rng(seed).integers(0, min(vocab, 100_000), (load.requests, load.prompt)).tolist()
-        sampling = SamplingParams(temperature=0.0, max_tokens=load.answer, ignore_eos=True, detokenize=False)
+        own = None if load.budget is None else {"nitro": {"budget": load.budget}}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=load.answer, ignore_eos=True, detokenize=False, extra_args=own
+        )
         before = self._evictions()
         self._clear()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in tokens], sampling, use_tqdm=False)

@@ -39,11 +39,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests at once, with prompts and answers of so many tokens."""
+    """So many requests at once, with prompts and answers of so many tokens.
+
+    Attributes:
+        budget: what each request says as its own budget; None: the engine's. Only engines with Nitro serve such a load.
+    """
 
     requests: int
     prompt: int
     answer: int
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("requests", 1), ("prompt", 1), ("answer", 2)):
@@ -51,7 +56,13 @@ class Load:
                 raise SettingsError(f"{name}={getattr(self, name)} is below {least}: raise it to at least {least}")
 
     def __str__(self) -> str:
-        return f"{self.requests} x ({self.prompt} + {self.answer})"
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        return f"{self.requests} x ({self.prompt} + {self.answer}){budget}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a request at its end."""
+        return self.prompt + self.answer
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ class Plan:
     @property
     def longest(self) -> int:
         """The most tokens of a request."""
-        return max(load.prompt + load.answer for load in self.loads)
+        return max(load.tokens for load in self.loads)
 
     @property
     def block_size(self) -> int:

@@ -33,12 +33,16 @@ class Job:
 
 
 def jobs(plan: Plan) -> list[Job]:
-    """Return all runs in their order: every other round goes backwards through the engines."""
+    """Return all runs in their order: every other round goes backwards through the engines.
+
+    Loads with budgets of their own are for engines with Nitro only.
+    """
     return [
-        Job(load, number, engine)
-        for load in range(len(plan.loads))
+        Job(index, number, engine)
+        for index, load in enumerate(plan.loads)
         for number in range(plan.rounds)
         for engine in (plan.engines if number % 2 == 0 else plan.engines[::-1])
+        if load.budget is None or engine.nitro is not None
     ]
 
 
@@ -168,7 +172,7 @@ def line(run: dict[str, Any]) -> str:
         if f"{key}_p50" in run
     )
     return (
-        f"{run['load']:22} {run['engine']:26} {run['tokens_per_s']:9.0f} tokens/s {run['seconds']:7.1f} s "
+        f"{run['load']:34} {run['engine']:26} {run['tokens_per_s']:9.0f} tokens/s {run['seconds']:7.1f} s "
         f"{run['steps']:6} steps, {run['peak_blocks']:7} blocks, running {run['mean_running']:6.0f} mean "
         f"{run['peak_running']:5} peak, {run['preemptions']:4} preempted, {run['evictions']:6} evictions{latency}"
     )

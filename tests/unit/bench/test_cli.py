@@ -51,6 +51,11 @@ def _no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("stress", "--model", "llama-3.1-8b", "--pool", "500"), "engine 'stock' needs about 37.8 GB"),
         (("explain", "--model", "tiny", "--pool", "full"), "is 131073 blocks, not more than the 131073 of pool=full"),
         (("explain", "--model", "tiny", "--fp8"), "fp8 needs a GPU, this machine is a test: leave --fp8 out"),
+        (("sweep", "--requests", "8,many"), "requests='8,many' is not a list of numbers"),
+        (("sweep", "--requests", "8,0"), "requests=0 is below 1"),
+        (("sweep", "--retention", "50,0"), "retention=0 is not within (0, 100]: give percent of a request's tokens"),
+        (("sweep", "--retention", "100.5"), "retention=100.5 is not within (0, 100]"),
+        (("sweep", "--retention", "1"), "retention=1 of 2000 tokens is a budget of 20"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -61,7 +66,7 @@ def test_what_cannot_run_is_refused_at_once(arguments: tuple[str, ...], said: st
 
 
 def test_help_names_the_defaults_of_the_essay() -> None:
-    for command in ("stress", "explain"):
+    for command in ("stress", "explain", "sweep"):
         text = bench(command, "--help").output
         assert all(default in text for default in ("2048", "1000", "qwen2.5-0.5b", "l4"))
 
@@ -113,6 +118,53 @@ def test_explain_writes_its_tables_and_goes_on_where_it_stopped(tmp_path: Path) 
     other = bench(*command, "--slack", "20")
     assert other.exit_code == 1
     assert "slack was 16, now 20" in " ".join(other.output.split())
+
+
+@pytest.mark.usefixtures("_pretended")
+def test_sweep_has_a_cell_for_each_number_and_ratio(tmp_path: Path) -> None:
+    command = ["sweep", "--model", "tiny", "--prompt", "64", "--answer", "80", "--slack", "16", "--pool", "20"]
+    command += ["--requests", "4,10", "--retention", "50,100", "--rounds", "2", "--out", str(tmp_path / "out")]
+    result = bench(*command)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    cells = {(cell["requests"], cell["percent"]): cell for cell in found["cells"]}
+    assert list(cells) == [(10, 100), (10, 50), (4, 100), (4, 50)]
+    assert cells[4, 50]["budget"] == 72
+    assert cells[4, 50]["ratios"] == [1.0, 1.0]
+    # Each number of requests is served by both, and at each lower ratio by Nitro alone.
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 2 * 2 * (2 + 1)
+    assert "no eviction" in result.output
+    assert "budget 72" in result.output
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    again = bench(*command)
+    assert "ready after" not in again.output
+    assert "1.00 (100 %; 1)" in again.output
+
+
+@pytest.mark.usefixtures("_pretended")
+def test_a_sweep_without_evictions_is_no_sweep(tmp_path: Path) -> None:
+    run = json.loads((tmp_path / "run.json").read_text()) | {"evictions": 0}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    options = ["--model", "tiny", "--prompt", "64", "--answer", "80", "--pool", "20", "--requests", "4"]
+    result = bench("sweep", *options, "--slack", "72", "--retention", "50", "--out", str(tmp_path / "none"))
+    assert result.exit_code == 0, result.output  # budget and slack are the whole request
+    result = bench("sweep", *options, "--slack", "71", "--retention", "50", "--out", str(tmp_path / "some"))
+    assert result.exit_code == 1
+    assert "evicted nothing of 4 x (64 + 80), budget 72" in " ".join(result.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_sweep_from_end_to_end(tmp_path: Path) -> None:
+    """Real engines: requests keep to their own budgets, and those without one are never evicted."""
+    options = ["--model", "tiny", "--prompt", "64", "--answer", "80", "--pool", "60", "--requests", "10"]
+    result = bench("sweep", *options, "--retention", "100,33", "--slack", "16", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    full, third = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert (full["peak"], full["preemptions"]) == (1.0, 0)
+    assert third["peak"] < 0.6
+    runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").iterdir())]
+    assert [run["evictions"] > 0 for run in runs] == [False, False, True]
 
 
 @pytest.mark.engine
