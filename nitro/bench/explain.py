@@ -23,7 +23,8 @@ WAY = (STOCK_TIGHT, STOCK_AMPLE, NITRO_AMPLE, NITRO_TIGHT)
 _REST = "loop"
 _LABELS = {
     "scheduler": "scheduler: schedule, book tokens",
-    "nitro": "Nitro's own work, both sides",
+    "nitro_scheduler": "Nitro's own work in the scheduler",
+    "nitro_worker": "Nitro's own work in the worker",
     "preparation": "runner: preparation of a step",
     "forward": "forward pass (on a GPU: its launch)",
     "attention": "attention (on a CPU)",

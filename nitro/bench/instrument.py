@@ -79,8 +79,8 @@ class BenchExtension:
             timers.wrap(type(owner), name, "preparation")
         timers.wrap(type(getattr(runner, "model_state", None)), "prepare_attn", "preparation")
         for name in _NITRO:
-            timers.wrap(kind, name, "nitro")
-        timers.wrap(sys.modules.get("nitro.integration.vllm.runner_v2"), "shift_to_slots", "nitro")
+            timers.wrap(kind, name, "nitro_worker")
+        timers.wrap(sys.modules.get("nitro.integration.vllm.runner_v2"), "shift_to_slots", "nitro_worker")
         timers.wrap(kind, "execute_model", "runner")
         timers.wrap(kind, "sample_tokens", "sampler")
         for module, name in _OUTPUTS.items():
@@ -124,7 +124,7 @@ def time_scheduler(recorder: Recorder) -> None:
     if side is not None:
         _start_with(side, "plan", recorder)
         for name in ("plan", "notice", "attach", "report"):
-            timers.wrap(side, name, "nitro")
+            timers.wrap(side, name, "nitro_scheduler")
     timers.wrap(Scheduler, "update_from_output", "scheduler")
     booked = Scheduler.update_from_output
 

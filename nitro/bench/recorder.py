@@ -14,7 +14,8 @@ from nitro.bench.timers import Timers
 
 SECTIONS = (
     "scheduler",
-    "nitro",
+    "nitro_scheduler",
+    "nitro_worker",
     "preparation",
     "forward",
     "attention",

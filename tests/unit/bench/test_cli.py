@@ -199,7 +199,8 @@ def _check_recording(name: str, run: dict[str, Any]) -> None:
     assert 0.5 * sum(columns["seconds"]) < sections <= sum(columns["seconds"]) <= run["seconds"]
     for section in ("scheduler", "preparation", "forward", "attention", "sampler"):
         assert sum(columns[f"{section}_s"]) > 0, (name, section)
-    assert (sum(columns["nitro_s"]) > 0) == name.startswith("nitro")
+    for section in ("nitro_scheduler", "nitro_worker"):
+        assert (sum(columns[f"{section}_s"]) > 0) == name.startswith("nitro"), (name, section)
 
 
 @pytest.mark.slow
