@@ -65,7 +65,7 @@ def make_runner(kind: str, names: list[str]) -> Any:
         runner.device = torch.device("cpu")
         runner.req_states = SimpleNamespace(req_id_to_index=rows)
         runner.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(np=np.zeros((1, REQUESTS), np.int32)))
-        runner._nitro_evicted, runner._nitro_changed = np.zeros(REQUESTS, np.int32), set()
+        runner._nitro_evicted = np.zeros(REQUESTS, np.int32)
     runner.nitro = compactor
     return runner
 

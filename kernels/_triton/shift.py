@@ -6,8 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def shift_kernel(
-    evicted,  # int32 [rows of the engine's request table]
-    rows,  # int32 [R]
+    evicted,  # int32 [R]
     query_start_loc,  # int32 [R + 1]
     positions,  # int64 [T]
     seq_lens,  # int32 [R], read and written
@@ -17,7 +16,7 @@ def shift_kernel(
 ):
     """One program shifts one request."""
     request = tl.program_id(0)
-    shift = tl.load(evicted + tl.load(rows + request))
+    shift = tl.load(evicted + request)
     length = tl.load(seq_lens + request)
     tl.store(logical + request, length)
     tl.store(seq_lens + request, length - shift)

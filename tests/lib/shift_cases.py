@@ -13,12 +13,10 @@ Shift = Callable[..., None]
 def check_shift(shift: Shift, counts: list[int], *, seed: int = 0, device: str = "cpu") -> None:
     """``counts`` are the tokens of each request in this step; buffers are longer than that, and keep their tails."""
     rng = np.random.default_rng(seed)
-    table = len(counts) + 3
-    evicted = rng.integers(0, 50, table) * rng.integers(0, 2, table)
-    rows = rng.permutation(table)[: len(counts)]
+    evicted = rng.integers(0, 50, len(counts)) * rng.integers(0, 2, len(counts))
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     total = int(starts[-1])
-    lengths = evicted[rows] + np.asarray(counts, np.int64) + rng.integers(0, 100, len(counts))
+    lengths = evicted + np.asarray(counts, np.int64) + rng.integers(0, 100, len(counts))
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)] or [[]])
 
     def there(x: object, dtype: torch.dtype, tail: int = 0) -> torch.Tensor:
@@ -28,14 +26,13 @@ def check_shift(shift: Shift, counts: list[int], *, seed: int = 0, device: str =
     physical = there([0] * total, torch.int64, 5)
     shift(
         there(evicted, torch.int32),
-        there(rows, torch.int32),
         there(starts, torch.int32),
         there(positions, torch.int64, 5),
         seq_lens,
         physical,
         logical,
     )
-    lost = [int(evicted[row]) for row in rows]
+    lost = evicted.tolist()
     assert seq_lens.tolist() == [*(int(n) - e for n, e in zip(lengths, lost, strict=True)), *[-7] * 4]
     assert logical.tolist() == [*map(int, lengths), *[-7] * 4]
     want = [int(p) - e for i, e in enumerate(lost) for p in positions[starts[i] : starts[i + 1]]]

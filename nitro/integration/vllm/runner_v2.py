@@ -39,10 +39,10 @@ class NitroV2ModelRunner(GPUModelRunner):
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
         self.nitro, self.nitro_answers = take_over(self)
-        # Evicted tokens of each row of vLLM's request table, here and on the device, and the rows that differ.
+        # Evicted tokens of each row of vLLM's request table; and of the last step's requests, here and on the device.
         self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
-        self._nitro_changed: set[int] = set()
-        self._nitro_evicted_there = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        self._nitro_lost: IntArray = np.zeros(0, np.int32)
+        self._nitro_lost_there = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._nitro_physical = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
         self._nitro_logical = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
         self._nitro_shifted: InputBatch | None = None
@@ -63,7 +63,7 @@ class NitroV2ModelRunner(GPUModelRunner):
             if request_id not in continued:
                 self.nitro.forget(request_id)
                 self.nitro.begin_run(request_id, len(data.prefill_token_ids))
-            self._nitro_set_evicted(self.req_states.req_id_to_index[request_id], self.nitro.evicted(request_id))
+            self._nitro_evicted[self.req_states.req_id_to_index[request_id]] = self.nitro.evicted(request_id)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Compact before vLLM appends this step's new blocks, and before it zeroes or copies any."""
@@ -73,16 +73,6 @@ class NitroV2ModelRunner(GPUModelRunner):
             self._nitro_apply(plan)
         self._nitro_answer(getattr(scheduler_output, ASKS, None))
         super().update_requests(scheduler_output)
-        if self._nitro_changed:
-            rows = np.fromiter(self._nitro_changed, np.int64, len(self._nitro_changed))
-            rows_there, values_there = to_device([rows, self._nitro_evicted[rows]], self.device)
-            self._nitro_evicted_there[rows_there] = values_there
-            self._nitro_changed.clear()
-
-    def _nitro_set_evicted(self, row: int, evicted: int) -> None:
-        if self._nitro_evicted[row] != evicted:
-            self._nitro_evicted[row] = evicted
-            self._nitro_changed.add(row)
 
     def _nitro_answer(self, asks: StepAsks | None) -> None:
         if self.nitro_answers is not None:
@@ -95,7 +85,6 @@ class NitroV2ModelRunner(GPUModelRunner):
         # A row on the device still has all blocks, the first of which stay: this cuts it, and new ones follow.
         self.block_tables.num_blocks.np[0][rows] = plan.num_dst()
         self._nitro_evicted[rows] = plan.logical_len - plan.keep
-        self._nitro_changed.update(rows.tolist())
         if plan.moved.size:
             # Directly, not staged: a second round of staged writes in a step would overwrite what the step in flight
             # may still read.
@@ -108,10 +97,11 @@ class NitroV2ModelRunner(GPUModelRunner):
         lost = self._nitro_evicted[input_batch.idx_mapping_np]
         if not lost.any():
             return super().prepare_attn(input_batch)
+        if not np.array_equal(lost, self._nitro_lost):  # else it is on the device since the last step
+            self._nitro_lost, (self._nitro_lost_there,) = lost, to_device([lost], self.device)
         logical = input_batch.positions
         shift_to_slots(
-            self._nitro_evicted_there,
-            input_batch.idx_mapping,
+            self._nitro_lost_there,
             input_batch.query_start_loc,
             logical,
             self.input_buffers.seq_lens,

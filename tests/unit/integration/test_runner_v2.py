@@ -172,7 +172,6 @@ class Driven(simulation.Simulation):
         flat = torch.tensor([p for tokens in positions for p in tokens])
         batch = SimpleNamespace(
             idx_mapping_np=rows,
-            idx_mapping=torch.from_numpy(rows),
             query_start_loc=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
             positions=torch.cat([flat, torch.zeros(3, dtype=torch.int64)]),
             seq_lens=runner.input_buffers.seq_lens[:padded],
@@ -192,7 +191,7 @@ class Driven(simulation.Simulation):
             assert seen_lens[index] == slots == batch.seq_lens_cpu_upper_bound[index]
             want = range(slots - counts[index], slots)
             assert seen_positions[first : first + counts[index]].tolist() == list(want)
-            assert runner._nitro_evicted_there[row] == request.evicted == runner.nitro.evicted(name)
+            assert request.evicted == runner.nitro.evicted(name)
             first += counts[index]
             self.shifted += request.evicted > 0
         assert not seen_lens[len(names) :].any()

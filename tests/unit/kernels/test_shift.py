@@ -28,13 +28,13 @@ def test_shift(shift_of: cases.Shift, counts: list[int], seed: int) -> None:
 @pytest.mark.parametrize("shift_of", SHIFT)
 def test_refusals(shift_of: cases.Shift) -> None:
     ints, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    good = [ints, ints[:2], ints, longs, ints.clone(), longs.clone(), ints.clone()]
+    good = [ints[:2], ints, longs, ints.clone(), longs.clone(), ints.clone()]
     for index, wrong, error, said in (
         (0, longs, TypeError, r"evicted must be torch\.int32"),
-        (2, ints[:2], ValueError, "query_start_loc has 2 elements, must have at least 3"),
-        (4, ints[:1], ValueError, "seq_lens has 1 elements, must have at least 2"),
-        (5, longs[::2], ValueError, "physical has 2 elements, must have at least 4"),
-        (6, ints[::2], ValueError, "logical has stride 2"),
+        (1, ints[:2], ValueError, "query_start_loc has 2 elements, must have at least 3"),
+        (3, ints[:1], ValueError, "seq_lens has 1 elements, must have at least 2"),
+        (4, longs[::2], ValueError, "physical has 2 elements, must have at least 4"),
+        (5, ints[::2], ValueError, "logical has stride 2"),
     ):
         with pytest.raises(error, match=said):
             shift_of(*[wrong if number == index else x for number, x in enumerate(good)])
