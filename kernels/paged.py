@@ -256,6 +256,24 @@ class RaggedBatch:
                 negative. Launchers raise it where a table is too short for the caches' blocks, or names a block that
                 they have not.
         """
+        return cls.with_others(
+            (), block_tables, lengths, keep, protect=protect, window=window, dst_tables=dst_tables, device=device
+        )[0]
+
+    @classmethod
+    def with_others(
+        cls,
+        others: Sequence[_Array],
+        block_tables: Tables | Sequence[Sequence[int]],
+        lengths: Sequence[int] | npt.NDArray[np.int32],
+        keep: Sequence[int] | npt.NDArray[np.int32],
+        *,
+        protect: Sequence[int] | npt.NDArray[np.int32] | int = 0,
+        window: int = 0,
+        dst_tables: Tables | Sequence[Sequence[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> tuple[RaggedBatch, list[Tensor]]:
+        """Return what ``of`` does, and other int32 or int64 arrays that went to the device in the same copy."""
         count = len(lengths)
         protected = int32("protect", np.full(count, protect) if np.ndim(protect) == 0 else protect)
         sizes, kept = int32("lengths", lengths), int32("keep", keep)
@@ -273,8 +291,9 @@ class RaggedBatch:
         arrays: list[_Array] = [offsets, sizes, kept, protected, tables.padded("block_tables")]
         if targets is not None:
             arrays.append(targets.padded("dst_tables"))
-        on_device = to_device(arrays, torch.device(device))
-        return cls(
+        of_batch = len(arrays)
+        on_device = to_device([*arrays, *others], torch.device(device))
+        batch = cls(
             block_tables=on_device[4],
             lengths=on_device[1],
             keep=on_device[2],
@@ -283,11 +302,12 @@ class RaggedBatch:
             window=window,
             max_length=int(sizes.max(initial=0)),
             total=int(offsets[-1]),
-            dst_tables=on_device[-1],
+            dst_tables=on_device[of_batch - 1],
             min_block_size=tables.min_block_size(sizes),
             min_dst_block_size=(tables if targets is None else targets).min_block_size(most_kept),
             max_block=int(max(part.blocks.max(initial=0) for part in (tables, targets) if part is not None)),
         )
+        return batch, on_device[of_batch:]
 
     def with_counts(self, counts: Tensor) -> RaggedBatch:
         """Return the batch with other counts of slots that stay, which the device knows: those of a threshold.
@@ -328,7 +348,7 @@ def to_device(arrays: Sequence[_Array], device: torch.device) -> list[Tensor]:
     """
     starts = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([-(-x.nbytes // VECTOR_BYTES) * VECTOR_BYTES for x in arrays], out=starts[1:])
-    staged = torch.zeros(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = staged.numpy()
     for x, start in zip(arrays, starts, strict=False):
         flat[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)

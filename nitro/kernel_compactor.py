@@ -122,8 +122,9 @@ class KernelCompactor(Compactor):
         drawn = PagedLayers.of([_drawn_like(cache, blocks) for cache in caches], scales)
         positions = torch.arange(blocks * self.block_size, dtype=torch.int32, device=keys.device)
         positions = positions.view(1, blocks, 1, self.block_size).expand(shape[0], -1, shape[1], -1).contiguous()
-        batch = self._batch([list(range(blocks))], [length], [length], [self.sinks])
-        (logical,) = to_device([np.array([length], np.int32)], keys.device)
+        batch, (logical,) = self._batch(
+            [np.array([length], np.int32)], [list(range(blocks))], [length], [length], [self.sinks]
+        )
         x = self._ragged(batch, [length], [length], logical, [0], newest_last=True)
         for newest_last in (True, False):
             x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
@@ -145,20 +146,24 @@ class KernelCompactor(Compactor):
             table = list(range(-(-length // self.block_size)))
             keep = min(max(self.sinks + self.window, length // 2), length)
             for newest_last in (True, False):
-                batch = self._batch([table], [length], [keep], [min(self.sinks, length)])
-                self._score(batch, [0], [length], [length], [0], [0], newest_last, use)
+                numbers = [np.array([x], np.int32) for x in (0, 0, length)]
+                batch = self._batch(numbers, [table], [length], [keep], [min(self.sinks, length)])
+                self._score(*batch, [length], [length], [0], newest_last, use)
         pair = torch.tensor([[0], [min(1, self.layers.num_blocks - 1)]], dtype=torch.int32, device=self.layers.device)
         copy_blocks(self.layers, self.positions, pair)
         logger.info("compiled the kernels of policy %s in %.1f s", policy.name, time.monotonic() - started)
 
     def _batch(
         self,
+        others: Sequence[IntArray],
         tables: Tables | Sequence[Sequence[int]],
         lengths: Sequence[int] | IntArray,
         keep: Sequence[int] | IntArray,
         protect: Sequence[int] | IntArray,
-    ) -> RaggedBatch:
-        return RaggedBatch.of(tables, lengths, keep, protect=protect, window=self.window, device=self.layers.device)
+    ) -> tuple[RaggedBatch, list[Tensor]]:
+        return RaggedBatch.with_others(
+            others, tables, lengths, keep, protect=protect, window=self.window, device=self.layers.device
+        )
 
     def _compact(self, plan: StepPlan, before: Before) -> list[IntArray] | None:
         if plan.moved.size:
@@ -205,11 +210,17 @@ class KernelCompactor(Compactor):
     def _score_group(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray, use: _Use[T]) -> list[T]:
         """Score some of a step's requests, in ``blocks``: one request after the other; see ``_score``."""
         lengths, first = plan.physical_len[group], before.kept[group]
-        batch = self._batch(Tables(blocks, plan.num_src()[group]), lengths, plan.keep[group], plan.protect[group])
+        logical = plan.logical_len[group]
+        batch = self._batch(
+            [first, before.evicted[group], logical],
+            Tables(blocks, plan.num_src()[group]),
+            lengths,
+            plan.keep[group],
+            plan.protect[group],
+        )
         # What was written since the last eviction stands last and in order; older slots may be in any order.
         newest_last = bool(((before.epoch[group] == 0) | (lengths - first >= self.window)).all())
-        logical, shift = plan.logical_len[group].tolist(), before.evicted[group]
-        return self._score(batch, first, lengths.tolist(), logical, shift, before.keys[group], newest_last, use)
+        return self._score(*batch, lengths.tolist(), logical.tolist(), before.keys[group], newest_last, use)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
@@ -243,10 +254,9 @@ class KernelCompactor(Compactor):
     def _score(
         self,
         batch: RaggedBatch,
-        first: Sequence[int] | IntArray,
+        numbers: Sequence[Tensor],
         lengths: Sequence[int],
         logical: Sequence[int],
-        shift: Sequence[int] | IntArray,
         keys: Sequence[int],
         newest_last: bool,
         use: _Use[T],
@@ -255,17 +265,16 @@ class KernelCompactor(Compactor):
 
         Args:
             batch: the requests.
-            first: slots of each that are stamped already; ``[R]``, as are the next.
-            lengths: slots of each.
+            numbers: on the device, int32 ``[R]``: slots of each that are stamped already, tokens that it has lost, and
+                tokens of it.
+            lengths: slots of each; ``[R]``, as are the next.
             logical: tokens of each.
-            shift: tokens that each has lost.
             keys: hashes of the requests.
             newest_last: see ``RaggedInput``.
             use: gets the layers and requests, their scores float32 ``[L, H, total]``, which are its own, and the
                 batch to select from them with.
         """
-        numbers = [np.asarray(x, np.int32) for x in (first, shift, logical)]
-        first_there, shift_there, logical_there = to_device(numbers, self.layers.device)
+        first_there, shift_there, logical_there = numbers
         x = self._ragged(batch, lengths, logical, logical_there, keys, newest_last)
         num_layers, step = self.layers.num_layers, self._layers_at_once(batch.total)
         found = []
