@@ -172,7 +172,7 @@ def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
         "CHUNK": max(512 * warps // part, 1),
         "RUNS": runs,
         "TILE": tile,
-        "TILES": 4,
+        "TILES": 2 if width * number_bytes(dtype) >= 512 else 4,  # that registers suffice for
         "COMPILED": not interpreted(),
         "STAGES": 1,
         "CAREFUL": max(_CAREFUL_BYTES * warps // (width * number_bytes(dtype)), 1),

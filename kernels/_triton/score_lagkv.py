@@ -335,7 +335,9 @@ def lagkv_kernel(
             for start in range(0, LAG, CHUNK):
                 other = start + tl.arange(0, CHUNK)
                 inside = other < LAG if LAG % CHUNK > 0 else None
-                other_score = tl.load(key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None)
+                other_score = tl.load(
+                    key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None
+                )
                 below += tl.where(other_score[:, None] < score[None, :], 1.0, 0.0)
             rank = tl.sum(below, axis=0).to(tl.int32)
             count = tl.sum(good.to(tl.int32), axis=0)
@@ -344,7 +346,9 @@ def lagkv_kernel(
                 for start in range(0, LAG, CHUNK):
                     other = start + tl.arange(0, CHUNK)
                     inside = other < LAG if LAG % CHUNK > 0 else None
-                    other_score = tl.load(key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None)
+                    other_score = tl.load(
+                        key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None
+                    )
                     tie = (other_score[:, None] == score[None, :]) & (other[:, None] > lane[None, :])
                     equal += tie.to(tl.int32)
                 rank += tl.sum(equal, axis=0)

@@ -138,9 +138,11 @@ def slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE: tl.con
 @triton.jit
 def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE: tl.constexpr):
     """Return the int32 logical positions of a request's slots; ``positions`` is ``[L, num_blocks, H, BLOCK_SIZE]``."""
-    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    index = ((layer.to(tl.int64) * num_blocks + block) * H + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    return tl.load(positions + index, mask=live, other=0)
+    slot = slot.to(tl.uint32)  # see `slot_offset`
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0)
+    index = block.to(tl.uint32).to(tl.int64) * (H * BLOCK_SIZE) + (slot % BLOCK_SIZE).to(tl.int64)
+    first = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE  # the same for all slots
+    return tl.load(positions + first + index, mask=live, other=0)
 
 
 @triton.jit
@@ -220,3 +222,13 @@ def reciprocal(x, COMPILED: tl.constexpr):
     if COMPILED:  # a division is seven more instructions
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
     return 1.0 / x
+
+
+@triton.jit
+def as_floats(x, COMPILED: tl.constexpr):
+    """Return numbers as float32."""
+    if COMPILED and x.dtype == tl.bfloat16:  # two at a time: the compiler takes two instructions for every other one
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [x], tl.float32, True, 2
+        )
+    return x.to(tl.float32)
