@@ -27,6 +27,7 @@ from .score_tile import (
 # Of numbers, and of sums of squares in units of ranges, if they are to be trusted: then no square overflows.
 _LARGE = tl.constexpr(2.0**40)
 _SQUARES = tl.constexpr(2.0**32)
+_BF16, _FP16 = tl.constexpr(tl.bfloat16), tl.constexpr(tl.float16)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _words(x):
 @triton.jit
 def _floats(words, NUMBERS: tl.constexpr):
     """Return the numbers that `_words` made words of as float32."""
-    if NUMBERS == tl.bfloat16:  # the upper half of a float32
+    if NUMBERS == _BF16:  # the upper half of a float32
         first = (words << 16).to(tl.float32, bitcast=True)
         second = (words & -0x10000).to(tl.float32, bitcast=True)
     else:
@@ -71,10 +72,10 @@ def _floats(words, NUMBERS: tl.constexpr):
 @triton.jit
 def _widened(lows, highs, x, NUMBERS: tl.constexpr):
     """Return minima and maxima with ``x`` among them: NaN where it is. Of 16-bit numbers all are words."""
-    if NUMBERS == tl.bfloat16:
+    if NUMBERS == _BF16:
         lows = tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [lows, x], tl.int32, True, 1)
         highs = tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [highs, x], tl.int32, True, 1)
-    elif NUMBERS == tl.float16:
+    elif NUMBERS == _FP16:
         lows = tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [lows, x], tl.int32, True, 1)
         highs = tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [highs, x], tl.int32, True, 1)
     else:
@@ -136,8 +137,8 @@ def _store_spreads(
     # What minima and maxima are taken of: FP8 became float16.
     NUMBERS: tl.constexpr = tl.float32 if not PACKED else (tl.float16 if DTYPE.primitive_bitwidth == 8 else DTYPE)
     # Infinity twice, as words have it.
-    HIGHEST: tl.constexpr = 0x7F807F80 if NUMBERS == tl.bfloat16 else (0x7C007C00 if PACKED else float("inf"))
-    LOWEST: tl.constexpr = -0x7F0080 if NUMBERS == tl.bfloat16 else (-0x3FF0400 if PACKED else float("-inf"))
+    HIGHEST: tl.constexpr = 0x7F807F80 if NUMBERS == _BF16 else (0x7C007C00 if PACKED else float("inf"))
+    LOWEST: tl.constexpr = -0x7F0080 if NUMBERS == _BF16 else (-0x3FF0400 if PACKED else float("-inf"))
     constant = -0.5
     if WIDTH > D:
         column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]

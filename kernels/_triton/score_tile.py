@@ -206,7 +206,7 @@ def load_runs(
 
 @triton.jit
 def sum_of_runs(x):
-    """Return sums over each slot's channels, which are as `load_runs` has them: first over those that one thread has."""
+    """Return sums over the channels of each slot, which are as `load_runs` has them: first over those of one thread."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]]), axis=1)
 
 
