@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nitro.kernels._checks import interpreted
 from nitro.kernels._score import (
     by_slot,
     cache_variant,
@@ -17,14 +18,12 @@ from nitro.kernels._score import (
     number_bytes,
     power_of_two,
     splits_of,
-    tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MAX_LAG = 1024
-_TILE_BYTES = 8192  # of keys or values; a program holds their minima and maxima in float32
-_CAREFUL_BYTES = 4096  # of keys, and as many of values, where both are looked at together
+_CAREFUL_BYTES = 1024  # of keys that a warp has at a time, and as many of values, where both are looked at together
 
 
 def lagkv(
@@ -160,19 +159,25 @@ def _check(layers: PagedLayers, batch: RaggedBatch, sinks: int, lag: int, order:
 
 
 def _choice(dtype: torch.dtype, head_dim: int, lag: int) -> dict[str, int]:
-    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
+    width = power_of_two(head_dim)
     part = max(power_of_two(lag), 16)
-    wide = shape["WIDTH"] * number_bytes(dtype) >= 512
+    warps = 1 if part <= 256 else 4
+    runs = max(width // 64, 1)
+    # One vector of 16 bytes for each thread and run.
+    tile = max(warps * 32 * 16 * runs // (width * number_bytes(dtype)), 1)
     return {
-        **shape,
+        "WIDTH": width,
         "LAG": lag,
         "PART": part,
-        "CHUNK": max(4096 // part, 8),
-        "RUNS": max(shape["WIDTH"] // 32, 1),
+        "CHUNK": max(512 * warps // part, 1),
+        "RUNS": runs,
+        "TILE": tile,
+        "TILES": 2 if width * number_bytes(dtype) >= 512 else 4,  # that registers suffice for
+        "COMPILED": not interpreted(),
         "STAGES": 1,
-        "CAREFUL": tile_shape(dtype, head_dim, _CAREFUL_BYTES)["TILE"],
-        "CAREFUL_STAGES": 2,
-        "num_warps": 8 if wide else 4,  # no tile has less than 16 slots
+        "CAREFUL": max(_CAREFUL_BYTES * warps // (width * number_bytes(dtype)), 1),
+        "CAREFUL_STAGES": 1,
+        "num_warps": warps,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nitro.kernels._checks import check_array
+from nitro.kernels._checks import check_array, interpreted
 from nitro.kernels._score import (
     cache_variant,
     check_moved,
@@ -246,6 +246,8 @@ def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
         # Not pipelined: rows of the table are fetched by positions that have to be there first, and what waits in
         # shared memory meanwhile costs more than other programs on the multiprocessor hide.
         "STAGES": 1,
+        "COMPILED": not interpreted(),
+        "POLICY": "",
         "num_warps": 2 * _WARPS if wide else _WARPS,
     }
 
@@ -282,12 +284,13 @@ def variants() -> list[Variant]:
         for phase in _phases(split):
             chosen = _choice(dtype, head_dim) | phase[1]
             found.append(cache_variant(f"score-{name}{phase[0]}", kernel, dtype, head_dim, chosen, partials))
-    pointers = {"positions": "*i32", "cos_sin": "*fp32", **partials}
-    for dtype, head_dim, rotary, interleaved, split in (
-        (torch.float16, 96, 48, False, True),
-        (torch.float32, 256, 256, True, False),
-        (torch.float8_e4m3fn, 128, 128, False, False),
+    for dtype, head_dim, table, rotary, interleaved, split in (
+        (torch.float16, 96, "fp16", 48, False, True),
+        (torch.bfloat16, 128, "bf16", 128, False, False),
+        (torch.float32, 256, "fp32", 256, True, False),
+        (torch.float8_e4m3fn, 128, "fp32", 128, False, False),
     ):
+        pointers = {"positions": "*i32", "cos_sin": f"*{table}", **partials}
         for phase in _phases(split):
             chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]
             name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}{phase[0]}"

@@ -22,6 +22,7 @@ from .score_tile import (
     row_of,
     slot_of,
     slot_offset,
+    sum_of_runs,
     values_of,
 )
 
@@ -107,7 +108,7 @@ def gravity_kernel(
         near_slot = slot_of(order, near_index, near_live, order is not None)
         near_offset = slot_offset(table, near_slot, near_live, stride_block, stride_slot, BLOCK_SIZE)
         newest = load_runs(keys, near_offset, near_live, stride_dim, DTYPE, D, WIDTH, RUNS)
-        near_good = near_live & finite(tl.sum(tl.sum(newest * newest, axis=2), axis=1))
+        near_good = near_live & finite(sum_of_runs(newest * newest))
         near_count = tl.maximum(tl.sum(near_good.to(tl.int32), axis=0), 1).to(tl.float32)
         run_shift = tl.sum(tl.where(near_good[:, None, None], newest, 0.0), axis=0) / near_count
         shift = tl.reshape(run_shift, [WIDTH])
@@ -123,12 +124,12 @@ def gravity_kernel(
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             value = load_runs(values, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
             key = load_runs(keys, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
-            value_square = tl.sum(tl.sum(value * value, axis=2), axis=1)
-            good = live & finite(value_square) & finite(tl.sum(tl.sum(key * key, axis=2), axis=1))
+            value_square = sum_of_runs(value * value)
+            good = live & finite(value_square) & finite(sum_of_runs(key * key))
             norm = tl.where(good, tl.sqrt_rn(value_square), 0.0)
             tl.store(mass + slot, tl.where(good, norm, float("nan")), mask=live)
             key = tl.where(good[:, None, None], key - run_shift[None, :, :], 0.0)
-            key_square = tl.sum(tl.sum(key * key, axis=2), axis=1)
+            key_square = sum_of_runs(key * key)
             tl.store(square + slot, key_square, mask=live)
             sums += key
             squares += key_square

@@ -1,9 +1,10 @@
 """LagKV: each token's keys and values in units of the range that the next part of the sequence spans.
 
-A program walks its parts over the keys and then over the values, each of them twice: in the range of the next part a
-part's variances are measured, of which it takes sums in one pass. That has no eye for numbers that are not finite, but
-they show in what comes out. A last walk over the variances, which are small, makes scores and ranks of them, and
-repeats with care, token by token, what was not finite or came before such a part.
+A program walks its parts over the keys and then over the values, each from the last to the first, so that it reads them
+once: of a part the sums that make variances are taken in the range of the part after it, and its own range for the
+part before it. That has no eye for numbers that are not finite, but they show in what comes out. A last walk over the
+variances, which are small, makes scores and ranks of them, and repeats with care, token by token, what was not finite
+or came before such a part.
 """
 
 import triton
@@ -12,18 +13,21 @@ import triton.language as tl
 from .score_tile import (
     finite,
     head_pointer,
+    load_element_runs,
     load_rows,
-    load_runs,
     ragged_row,
+    reciprocal,
     row_of,
     slot_of,
     slot_offset,
+    sum_of_runs,
     values_of,
 )
 
 # Of numbers, and of sums of squares in units of ranges, if they are to be trusted: then no square overflows.
 _LARGE = tl.constexpr(2.0**40)
 _SQUARES = tl.constexpr(2.0**32)
+_BF16, _FP16 = tl.constexpr(tl.bfloat16), tl.constexpr(tl.float16)
 
 
 @triton.jit
@@ -37,13 +41,53 @@ def _unit(lows, highs):
 
 
 @triton.jit
-def _spread(x, low, inverse, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sample variance over D channels of ``(x - low) * inverse``."""
+def _off_squares(x, low, inverse, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the sum over D channels of the squares of ``(x - low) * inverse`` less its mean."""
     unit = (x - low[None, :]) * inverse[None, :]
     off = unit - (tl.sum(unit, axis=1) / D)[:, None]
     if WIDTH > D:
         off = tl.where((tl.arange(0, WIDTH) < D)[None, :], off, 0.0)
-    return tl.sum(off * off, axis=1) / (D - 1)
+    return tl.sum(off * off, axis=1)
+
+
+@triton.jit
+def _words(x):
+    """Return 16-bit numbers ``[..., n]`` by twos: int32 ``[..., n / 2]``, the first in the lower half."""
+    first, second = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+    return tl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [first, second], tl.int32, True, 1)
+
+
+@triton.jit
+def _floats(words, NUMBERS: tl.constexpr):
+    """Return the numbers that `_words` made words of as float32."""
+    if NUMBERS == _BF16:  # the upper half of a float32
+        first = (words << 16).to(tl.float32, bitcast=True)
+        second = (words & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        first = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.reshape(tl.join(first, second), [words.shape[0], words.shape[1], 2 * words.shape[2]])
+
+
+@triton.jit
+def _widened(lows, highs, x, NUMBERS: tl.constexpr):
+    """Return minima and maxima with ``x`` among them: NaN where it is. Of 16-bit numbers all are words."""
+    if NUMBERS == _BF16:
+        lows = tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [lows, x], tl.int32, True, 1)
+        highs = tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [highs, x], tl.int32, True, 1)
+    elif NUMBERS == _FP16:
+        lows = tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [lows, x], tl.int32, True, 1)
+        highs = tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [highs, x], tl.int32, True, 1)
+    else:
+        lows = tl.minimum(lows, x, tl.PropagateNan.ALL)
+        highs = tl.maximum(highs, x, tl.PropagateNan.ALL)
+    return lows, highs
+
+
+@triton.jit
+def _root(squares, D: tl.constexpr):
+    """Return standard deviations from sums of squares, which rounding may have made negative."""
+    return tl.sqrt_rn(tl.maximum(squares * (1.0 / (D - 1)), 0.0, tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -78,65 +122,72 @@ def _store_spreads(
     BLOCK_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
     RUNS: tl.constexpr,
+    COMPILED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Store the squared spreads of the parts [first, end) of keys or values.
+    """Store the squared spreads of the parts [first, end) of keys or values, D - 1 times as large.
 
-    If something is not finite in one of these parts or the next one, or so large that its square may not be, then some
-    squared spread is NaN of that part or the one before it.
+    From the last part to the first, so that each is read once: its spreads are taken in the range of the part after it,
+    which is known, while its own range is found. If something is not finite in one of these parts or the next one, or
+    so large that its square may not be, then some spread of that part is NaN.
     """
-    inside = tl.arange(0, WIDTH) < D
-    for part in range(first, end):
-        begin = sinks + part * LAG
-        lows = tl.full([TILE, WIDTH], float("inf"), tl.float32)
-        highs = tl.full([TILE, WIDTH], float("-inf"), tl.float32)
-        for start in tl.range(LAG, 2 * LAG, TILE, num_stages=STAGES):
-            index = start + tl.arange(0, TILE)
-            live = index < 2 * LAG
-            offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
-            x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
-            if LAG % TILE > 0:
-                lows = tl.minimum(lows, tl.where(live[:, None], x, float("inf")))
-                highs = tl.maximum(highs, tl.where(live[:, None], x, float("-inf")))
-            else:
-                lows = tl.minimum(lows, x)
-                highs = tl.maximum(highs, x)
-        low, high = tl.min(lows, axis=0), tl.max(highs, axis=0)
-        width = high - low
-        inverse = tl.where(width > 0.0, 1.0 / tl.where(width > 0.0, width, 1.0), 0.0)
-        # In units of the range, from its middle: sums and sums of squares lose nothing where all are near 0.
-        shift = tl.where(width > 0.0, -(low + 0.5 * width) * inverse, tl.where(inside, -0.5, 0.0))
-        # Not so large that squares could overflow, nor all NaN.
-        shift = tl.where((low > -_LARGE) & (high < _LARGE), shift, float("nan"))
-        # In runs of channels of which a thread has several: fewer threads have to add up what they have of a slot.
-        inverse = tl.reshape(inverse, [1, RUNS, WIDTH // RUNS])
-        shift = tl.reshape(shift, [1, RUNS, WIDTH // RUNS])
-        for start in tl.range(0, LAG, TILE, num_stages=STAGES):
-            index = start + tl.arange(0, TILE)
-            live = index < LAG
-            offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
-            x = load_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
-            unit = x * inverse + shift
-            total = tl.sum(tl.sum(unit, axis=2), axis=1)
-            squares = tl.sum(tl.sum(unit * unit, axis=2), axis=1)
-            spread = tl.where(squares < _SQUARES, squares - total * total * (1.0 / D), float("nan"))
-            spread = tl.maximum(spread * (1.0 / (D - 1)), 0.0, tl.PropagateNan.ALL)
-            tl.store(spreads + begin + index, spread, mask=live)
-    # Of the first part no range was taken here, and of what follows the last one nothing else.
-    if first < end:
-        square = tl.zeros([TILE], tl.float32)
-        for begin in range(sinks + first * LAG, sinks + (end + 1) * LAG, (end - first) * LAG):
-            for start in tl.range(0, LAG, TILE, num_stages=STAGES):
-                index = start + tl.arange(0, TILE)
+    PACKED: tl.constexpr = COMPILED and DTYPE.primitive_bitwidth < 32
+    # What minima and maxima are taken of: FP8 became float16.
+    NUMBERS: tl.constexpr = tl.float32 if not PACKED else (tl.float16 if DTYPE.primitive_bitwidth == 8 else DTYPE)
+    # Infinity twice, as words have it.
+    HIGHEST: tl.constexpr = 0x7F807F80 if NUMBERS == _BF16 else (0x7C007C00 if PACKED else float("inf"))
+    LOWEST: tl.constexpr = -0x7F0080 if NUMBERS == _BF16 else (-0x3FF0400 if PACKED else float("-inf"))
+    constant = -0.5
+    if WIDTH > D:
+        column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]
+        constant = tl.where(column < D, -0.5, 0.0)[None, :, :]
+    inverse = tl.zeros([1, RUNS, WIDTH // RUNS], tl.float32)
+    shift = tl.zeros([1, RUNS, WIDTH // RUNS], tl.float32)
+    # After the last of these parts comes one of which only the range is wanted.
+    for back in range(tl.where(first < end, end - first + 1, 0)):
+        begin = sinks + (end - back) * LAG
+        stored = tl.where(back > 0, LAG, 0)
+        kind: tl.constexpr = tl.int32 if PACKED else tl.float32
+        lows = tl.full([TILE, RUNS, WIDTH // RUNS // (2 if PACKED else 1)], HIGHEST, kind)
+        highs = tl.full([TILE, RUNS, WIDTH // RUNS // (2 if PACKED else 1)], LOWEST, kind)
+        for start in tl.range(0, LAG, TILE * TILES, num_stages=STAGES):
+            loaded = ()
+            for i in tl.static_range(TILES):  # all of them first: they come while others are computed with
+                index = start + i * TILE + tl.arange(0, TILE)
                 live = index < LAG
                 offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
-                x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, WIDTH)
-                square += tl.sum(x * x, axis=1)
-        if not finite(tl.sum(square, axis=0)):
-            tl.debug_barrier()  # other threads may have stored what is replaced
-            tl.store(spreads + sinks + first * LAG, float("nan"))
-            tl.store(spreads + sinks + (end - 1) * LAG, float("nan"))
+                loaded += (load_element_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS),)
+            for i in tl.static_range(TILES):
+                index = start + i * TILE + tl.arange(0, TILE)
+                live = index < LAG
+                x = _words(loaded[i]) if PACKED else loaded[i].to(tl.float32)
+                if LAG % (TILE * TILES) > 0:
+                    some_lows, some_highs = _widened(lows, highs, x, NUMBERS)
+                    lows = tl.where(live[:, None, None], some_lows, lows)
+                    highs = tl.where(live[:, None, None], some_highs, highs)
+                else:
+                    lows, highs = _widened(lows, highs, x, NUMBERS)
+                unit = (_floats(x, NUMBERS) if PACKED else x) * inverse + shift
+                total = sum_of_runs(unit)
+                squares = sum_of_runs(unit * unit)
+                spread = tl.where(squares < _SQUARES, squares - total * total * (1.0 / D), float("nan"))
+                tl.store(spreads + begin + index, spread, mask=index < stored)
+        if PACKED:
+            lows, highs = _floats(lows, NUMBERS), _floats(highs, NUMBERS)
+        # One number that shows whether something is so large that squares could overflow, or NaN.
+        largest = tl.maximum(-lows, highs, tl.PropagateNan.ALL)
+        doubtful = not tl.sum(sum_of_runs(largest), axis=0) < _LARGE
+        low = tl.min(lows, axis=0, keep_dims=True)
+        width = tl.max(highs, axis=0, keep_dims=True) - low
+        varies = width > 0.0
+        inverse = reciprocal(tl.where(varies, width, float("inf")), COMPILED)
+        # In units of the range, from its middle: sums and sums of squares lose nothing where all are near 0.
+        shift = tl.where(varies, -(low + 0.5 * width) * inverse, constant) + tl.where(doubtful, float("nan"), 0.0)
+        if doubtful and back > 0:
+            tl.debug_barrier()  # another thread may have stored what is replaced
+            tl.store(spreads + begin, float("nan"))
 
 
 @triton.jit
@@ -159,7 +210,7 @@ def _store_spreads_of_part(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Store the squared spreads of the part that begins there, whatever is in it and after it: NaN where not finite."""
+    """Store what `_store_spreads` does for the part that begins there, but NaN only where a token is not finite."""
     low_keys = tl.full([TILE, WIDTH], float("inf"), tl.float32)
     high_keys = tl.full([TILE, WIDTH], float("-inf"), tl.float32)
     low_values = tl.full([TILE, WIDTH], float("inf"), tl.float32)
@@ -184,9 +235,9 @@ def _store_spreads_of_part(
         key = load_rows(keys, offset, live, stride_dim, DTYPE, D, WIDTH)
         value = load_rows(values, offset, live, stride_dim, DTYPE, D, WIDTH)
         good = finite(tl.sum(key * key, axis=1)) & finite(tl.sum(value * value, axis=1))
-        spread = _spread(key, low_key, key_unit, D, WIDTH)
+        spread = _off_squares(key, low_key, key_unit, D, WIDTH)
         tl.store(key_spreads + begin + index, tl.where(good, spread, float("nan")), mask=live)
-        spread = _spread(value, low_value, value_unit, D, WIDTH)
+        spread = _off_squares(value, low_value, value_unit, D, WIDTH)
         tl.store(value_spreads + begin + index, tl.where(good, spread, float("nan")), mask=live)
 
 
@@ -219,7 +270,9 @@ def lagkv_kernel(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
-    RUNS: tl.constexpr,
+    TILES: tl.constexpr,  # that are loaded at a time
+    RUNS: tl.constexpr,  # of channels, see `load_runs`
+    COMPILED: tl.constexpr,  # for a GPU, whose own instructions may be used
     STAGES: tl.constexpr,
     CAREFUL: tl.constexpr,  # slots at a time where a part is read with care
     CAREFUL_STAGES: tl.constexpr,
@@ -249,31 +302,26 @@ def lagkv_kernel(
     for which in tl.static_range(2):
         _store_spreads(
             keys if which == 0 else values, order, table, key_spreads if which == 0 else value_spreads, sinks,
-            first_part, end_part, stride_block, stride_slot, stride_dim, LAG, D, WIDTH, BLOCK_SIZE, DTYPE, TILE, RUNS,
-            STAGES,
+            first_part, end_part, stride_block, stride_slot, stride_dim, LAG, D, WIDTH, BLOCK_SIZE, DTYPE, TILE, TILES,
+            RUNS, COMPILED, STAGES,
         )  # fmt: skip
     tl.debug_barrier()  # what follows reads what other threads of this program stored
 
-    unsure_before = 0
     for part in range(first_part, end_part):
         begin = sinks + part * LAG
-        here = tl.load(key_spreads + begin + lane, mask=live, other=0.0)
-        here += tl.load(value_spreads + begin + lane, mask=live, other=0.0)
-        wanted = live & (begin + LAG + lane < sinks + end_part * LAG)
-        after = tl.load(key_spreads + begin + LAG + lane, mask=wanted, other=0.0)
-        after += tl.load(value_spreads + begin + LAG + lane, mask=wanted, other=0.0)
-        unsure_here = tl.sum((here != here).to(tl.int32), axis=0)
-        unsure_after = tl.sum((after != after).to(tl.int32), axis=0)
-        careful = unsure_before + unsure_here + unsure_after > 0
-        unsure_before = unsure_here
-        if careful:
+        key_spread = tl.load(key_spreads + begin + lane, mask=live, other=0.0)
+        value_spread = tl.load(value_spreads + begin + lane, mask=live, other=0.0)
+        both = key_spread + value_spread
+        if tl.max((both != both).to(tl.int32), axis=0) > 0:
             _store_spreads_of_part(
                 keys, values, order, table, key_spreads, value_spreads, begin,
                 stride_block, stride_slot, stride_dim, LAG, D, WIDTH, BLOCK_SIZE, DTYPE, CAREFUL, CAREFUL_STAGES,
             )  # fmt: skip
             tl.debug_barrier()
-        key_spread = tl.sqrt_rn(tl.load(key_spreads + begin + lane, mask=live, other=float("nan")))
-        value_spread = tl.sqrt_rn(tl.load(value_spreads + begin + lane, mask=live, other=float("nan")))
+            key_spread = tl.load(key_spreads + begin + lane, mask=live, other=0.0)
+            value_spread = tl.load(value_spreads + begin + lane, mask=live, other=0.0)
+        key_spread = _root(tl.where(live, key_spread, float("nan")), D)
+        value_spread = _root(tl.where(live, value_spread, float("nan")), D)
         good = (key_spread == key_spread) & (value_spread == value_spread)
         score = tl.where(good, (_softmax(key_spread, good) + _softmax(value_spread, good)) * 0.5, float("nan"))
         if RANKED:
@@ -284,22 +332,32 @@ def lagkv_kernel(
             # sums differ in the last bit then: compare what was stored.
             score = tl.load(key_spreads + begin + lane, mask=live, other=float("nan"))
             # Others along the first axis: it is not spread over the threads of a warp, and adding up is cheap.
-            below = tl.zeros([CHUNK, PART], tl.int32)
+            below = tl.zeros([CHUNK, PART], tl.float32)  # in which a comparison and a sum are an instruction each
             for start in range(0, LAG, CHUNK):
                 other = start + tl.arange(0, CHUNK)
-                other_score = tl.load(key_spreads + begin + other, mask=other < LAG, other=float("nan"))
-                below += (other_score[:, None] < score[None, :]).to(tl.int32)
-            rank = tl.sum(below, axis=0)
+                inside = other < LAG if LAG % CHUNK > 0 else None
+                other_score = tl.load(
+                    key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None
+                )
+                below += tl.where(other_score[:, None] < score[None, :], 1.0, 0.0)
+            rank = tl.sum(below, axis=0).to(tl.int32)
             count = tl.sum(good.to(tl.int32), axis=0)
             if tl.sum(tl.where(good, rank, 0), axis=0) * 2 != count * (count - 1):  # some are equal
-                below = tl.zeros([CHUNK, PART], tl.int32)
+                equal = tl.zeros([CHUNK, PART], tl.int32)
                 for start in range(0, LAG, CHUNK):
                     other = start + tl.arange(0, CHUNK)
-                    other_score = tl.load(key_spreads + begin + other, mask=other < LAG, other=float("nan"))
+                    inside = other < LAG if LAG % CHUNK > 0 else None
+                    other_score = tl.load(
+                        key_spreads + begin + other, mask=inside, other=float("nan") if LAG % CHUNK > 0 else None
+                    )
                     tie = (other_score[:, None] == score[None, :]) & (other[:, None] > lane[None, :])
-                    below += tie.to(tl.int32)
-                rank += tl.sum(below, axis=0)
-            score = tl.where(good, tl.div_rn(rank.to(tl.float32), tl.full([PART], LAG, tl.float32)), float("nan"))
+                    equal += tie.to(tl.int32)
+                rank += tl.sum(equal, axis=0)
+            if LAG == PART:  # a power of two, of which the inverse is exact
+                share = rank.to(tl.float32) * (1.0 / LAG)
+            else:
+                share = tl.div_rn(rank.to(tl.float32), tl.full([PART], LAG, tl.float32))
+            score = tl.where(good, share, float("nan"))
         slot = slot_of(order, begin + lane, live, order is not None)
         tl.store(out + slot, score, mask=live)
 

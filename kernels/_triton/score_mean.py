@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .score_tile import (
     added_up,
+    as_floats,
     as_numbers,
     chunk_index,
     chunk_of,
@@ -21,6 +22,7 @@ from .score_tile import (
     one_added_up,
     position_of,
     ragged_row,
+    reciprocal,
     row_of,
     scale_of,
     slot_offset,
@@ -119,6 +121,8 @@ def _pairs(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
+    COMPILED: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """Return keys as two tiles, cosines, sines, inverse determinants, all ``[len(offset), HALF]``, and what is known.
 
@@ -141,18 +145,17 @@ def _pairs(
         wanted = live[:, None] & (pair < D // 2)[None, :]
         a = tl.load(pointer + offset[:, None] + first[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
         b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
-        a, b = as_numbers(a, DTYPE).to(tl.float32), as_numbers(b, DTYPE).to(tl.float32)
+        a, b = as_floats(as_numbers(a, DTYPE), COMPILED), as_floats(as_numbers(b, DTYPE), COMPILED)
     inside = live & (position >= 0) & (position < max_position)
     angle = cos_sin + tl.where(inside, position, 0).to(tl.int64)[:, None] * ROTARY + pair[None, :]
     wanted = inside[:, None]
     if ROTARY < 2 * HALF:
         wanted = wanted & rotated[None, :]
-    cos = tl.load(angle, mask=wanted, other=1.0).to(tl.float32)
-    sin = tl.load(angle + ROTARY // 2, mask=wanted, other=0.0).to(tl.float32)
-    # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant. Squared, the
-    # inverse of its root is a third of the instructions of a division, and as exact but for a bit.
-    inverse = tl.rsqrt(cos * cos + sin * sin)
-    return a, b, cos, sin, inverse * inverse, inside
+    cos = tl.load(angle, mask=wanted, other=1.0, eviction_policy=POLICY)
+    sin = tl.load(angle + ROTARY // 2, mask=wanted, other=0.0, eviction_policy=POLICY)
+    cos, sin = as_floats(cos, COMPILED), as_floats(sin, COMPILED)
+    # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant.
+    return a, b, cos, sin, reciprocal(cos * cos + sin * sin, COMPILED), inside
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "max_position", "chunks", "partial_rows", "L", "H"])
@@ -184,6 +187,8 @@ def keydiff_unrotated_kernel(
     INTERLEAVED: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,  # at least D / 2
+    COMPILED: tl.constexpr,  # for a GPU, whose own instructions may be used
+    POLICY: tl.constexpr,  # which of what is in the multiprocessor's cache the table's rows are to replace
     BLOCK_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -214,17 +219,18 @@ def keydiff_unrotated_kernel(
                 position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             a, b, cos, sin, inverse, inside = _pairs(
-                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
-            )
-            a, b = (a * cos + b * sin) * inverse, (b * cos - a * sin) * inverse
-            square = tl.sum(a * a + b * b, axis=1)
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF,
+                COMPILED, POLICY,
+            )  # fmt: skip
+            # A rotation leaves lengths as they are, but for the determinant.
+            square = tl.sum((a * a + b * b) * inverse, axis=1)
             good = inside & finite(square)
-            scale = 1.0 / tl.maximum(tl.sqrt_rn(square), _MIN_NORM)
+            scale = tl.minimum(tl.rsqrt(square), 1.0 / _MIN_NORM)
             # The second pass needs it again, and a NaN there makes the score one.
             tl.store(out + slot, tl.where(good, scale, float("nan")), mask=live)
-            scale = tl.where(good, scale, 0.0)
-            sums_a += tl.where(good[:, None], a, 0.0) * scale[:, None]
-            sums_b += tl.where(good[:, None], b, 0.0) * scale[:, None]
+            inverse *= tl.where(good, scale, 0.0)[:, None]
+            sums_a += tl.where(good[:, None], a * cos + b * sin, 0.0) * inverse
+            sums_b += tl.where(good[:, None], b * cos - a * sin, 0.0) * inverse
         anchor_a = tl.sum(sums_a, axis=0)
         anchor_b = tl.sum(sums_b, axis=0)
         if PHASE == 0:
@@ -249,8 +255,9 @@ def keydiff_unrotated_kernel(
             offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
             scale = tl.load(out + slot, mask=live, other=0.0)
             a, b, cos, sin, inverse, _ = _pairs(
-                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF
-            )
+                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF,
+                COMPILED, POLICY,
+            )  # fmt: skip
             # The anchor's product with the key undone is the key's with the anchor turned.
             turned_a = cos * anchor_a[None, :] - sin * anchor_b[None, :]
             turned_b = sin * anchor_a[None, :] + cos * anchor_b[None, :]

@@ -130,16 +130,19 @@ def slot_of(order, index, live, ORDERED: tl.constexpr):
 def slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
     """Return the int64 offsets of a request's slots from `head_pointer`."""
     slot = slot.to(tl.uint32)  # never negative, which the compiler can't see, and then a division takes twice as long
-    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0)
+    block = block.to(tl.uint32).to(tl.int64)  # nor is it
     return block * stride_block + (slot % BLOCK_SIZE).to(tl.int64) * stride_slot
 
 
 @triton.jit
 def position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE: tl.constexpr):
     """Return the int32 logical positions of a request's slots; ``positions`` is ``[L, num_blocks, H, BLOCK_SIZE]``."""
-    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    index = ((layer.to(tl.int64) * num_blocks + block) * H + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    return tl.load(positions + index, mask=live, other=0)
+    slot = slot.to(tl.uint32)  # see `slot_offset`
+    block = tl.load(table + slot // BLOCK_SIZE, mask=live, other=0)
+    index = block.to(tl.uint32).to(tl.int64) * (H * BLOCK_SIZE) + (slot % BLOCK_SIZE).to(tl.int64)
+    first = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE  # the same for all slots
+    return tl.load(positions + first + index, mask=live, other=0)
 
 
 @triton.jit
@@ -163,6 +166,30 @@ def load_rows(pointer, offset, live, stride_dim, DTYPE: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def load_element_runs(
+    pointer,
+    offset,
+    live,
+    stride_dim,
+    DTYPE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """Return what `load_elements` does as ``[len(offset), RUNS, WIDTH // RUNS]``.
+
+    Threads are side by side along the last axis alone, so that fewer have a slot, with more of its numbers each: less
+    to exchange where they are added up, and fewer addresses.
+    """
+    column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]
+    wanted = live[:, None, None]
+    if WIDTH > D:
+        wanted = wanted & (column < D)[None, :, :]
+    column = column.to(tl.int64) * stride_dim
+    return as_numbers(tl.load(pointer + offset[:, None, None] + column[None, :, :], mask=wanted, other=0), DTYPE)
+
+
+@triton.jit
 def load_runs(
     pointer,
     offset,
@@ -173,21 +200,35 @@ def load_runs(
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """Return what `load_rows` does as ``[len(offset), RUNS, WIDTH // RUNS]``.
+    """Return what `load_element_runs` does as float32."""
+    return load_element_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS).to(tl.float32)
 
-    Threads are side by side along the last axis alone, so that fewer have a slot, with more of its numbers each: less
-    to exchange where they are added up, and fewer addresses.
-    """
-    column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]
-    wanted = live[:, None, None]
-    if WIDTH > D:
-        wanted = wanted & (column < D)[None, :, :]
-    column = column.to(tl.int64) * stride_dim
-    x = tl.load(pointer + offset[:, None, None] + column[None, :, :], mask=wanted, other=0)
-    return as_numbers(x, DTYPE).to(tl.float32)
+
+@triton.jit
+def sum_of_runs(x):
+    """Return sums over the channels of each slot, which are as `load_runs` has them: first over those of one thread."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]]), axis=1)
 
 
 @triton.jit
 def finite(square):
     """Return whether a sum of squares is a number: false for infinities and NaNs, and for what overflowed."""
     return square < float("inf")
+
+
+@triton.jit
+def reciprocal(x, COMPILED: tl.constexpr):
+    """Return 1 / x to the last bit or two; subnormal x, of float32, count as zero."""
+    if COMPILED:  # a division is seven more instructions
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+    return 1.0 / x
+
+
+@triton.jit
+def as_floats(x, COMPILED: tl.constexpr):
+    """Return numbers as float32."""
+    if COMPILED and x.dtype == tl.bfloat16:  # two at a time: the compiler takes two instructions for every other one
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [x], tl.float32, True, 2
+        )
+    return x.to(tl.float32)

@@ -67,7 +67,8 @@ def make_inputs(setup: Setup) -> Inputs:
         torch.tensor([score.random_state(0, request) for request in range(shape.requests)], device=device),
         torch.arange(shape.layers, device=device),
         torch.arange(shape.heads, device=device),
-        torch.cat([angles.cos(), angles.sin()], -1),
+        # As in vLLM, of the model's own type.
+        torch.cat([angles.cos(), angles.sin()], -1).to(setup.layers.dtype),
     )
 
 

@@ -28,7 +28,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_score, "CHUNK", 16)
     monkeypatch.setattr(score_gravity, "_TILE_BYTES", 0)
     monkeypatch.setattr(score_gravity, "_PULLED", 16)
-    monkeypatch.setattr(score_lagkv, "_TILE_BYTES", 1)
     monkeypatch.setattr(score_lagkv, "_CAREFUL_BYTES", 1)
 
 
