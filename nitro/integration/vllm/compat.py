@@ -120,6 +120,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(FullAttentionManager, "cache_blocks", ("request", "num_tokens")),
         Hook(FullAttentionManager, "pop_blocks_for_free", ("request_id",)),
         Hook(KVCacheManager, "allocate_slots", ("request", "num_new_tokens")),
+        Hook(KVCacheManager, "cache_blocks", ("request", "num_computed_tokens")),
         Hook(BlockPool, "get_new_blocks", ("num_blocks",)),
         Hook(BlockPool, "free_blocks", ("ordered_blocks",)),
         Hook(BlockPool, "evict_blocks", ("block_ids",)),

@@ -13,7 +13,8 @@ from nitro.types import IntArray, StepPlan
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    from nitro.integration.vllm.manager import NitroFullAttentionManager
 
 
 class StepEvictions:
@@ -23,7 +24,7 @@ class StepEvictions:
     otherwise one request's destination could be another one's source within the same step.
     """
 
-    def __init__(self, manager: FullAttentionManager, pool: BlockPool, collector: Collector) -> None:
+    def __init__(self, manager: NitroFullAttentionManager, pool: BlockPool, collector: Collector) -> None:
         """Begin with none.
 
         Args:
@@ -109,7 +110,8 @@ class StepEvictions:
         ends = TableEnds(self._size, self._first, self._last)
         done = self._collector.commit_all(self._names, self._physical, self._keep, ends, self._moves)
         freed: list[KVCacheBlock] = []  # the end of each table first, as vLLM does, so that prefixes live longest
-        for index, (blocks, keep) in enumerate(zip(self._tables, self._keep, strict=True)):
+        for index, (name, blocks, keep) in enumerate(zip(self._names, self._tables, self._keep, strict=True)):
+            self._manager.nitro_enough.pop(name, None)
             count = -(-keep // size)
             freed += blocks[: count - 1 : -1]
             del blocks[count:]

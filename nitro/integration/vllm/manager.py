@@ -20,12 +20,17 @@ class NitroFullAttentionManager(FullAttentionManager):
     """A FullAttentionManager that subtracts evicted tokens wherever blocks are counted.
 
     vLLM builds its managers itself; ``adopt`` turns one into this class afterwards.
+
+    Attributes:
+        nitro_enough: by request, up to how many logical tokens it needs no block and publishes none; at most that: what
+            is not there, or was before it was given a block, is found out again.
     """
 
     nitro: Collector
     nitro_peak: Callable[[str, int], int]
     nitro_admission: Admission
     nitro_new: tuple[list[str], list[int], list[int]]
+    nitro_enough: dict[str, int]
 
     @classmethod
     def adopt(
@@ -48,6 +53,7 @@ class NitroFullAttentionManager(FullAttentionManager):
         manager.nitro_peak = peak
         manager.nitro_admission = admission
         manager.nitro_new = [], [], []
+        manager.nitro_enough = {}
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Count the blocks a request still needs for ``num_tokens`` logical tokens.
@@ -95,6 +101,7 @@ class NitroFullAttentionManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget a finished or preempted request, and return its blocks."""
+        self.nitro_enough.pop(request_id, None)
         self.nitro.release(request_id)
         self.nitro_admission.forecast.drop(request_id)
         return super().pop_blocks_for_free(request_id)

@@ -325,6 +325,7 @@ def test_early_answers_change_nothing(
                     sorted(output.preempted_req_ids or ()),
                     [(e.request_id, e.keep, e.dst_blocks.tolist()) for e in plan.evictions()] if plan else [],
                     sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                    [b.block_id for b in sim.scheduler.kv_cache_manager.block_pool.blocks if b.block_hash is not None],
                 )
             )
             return output
