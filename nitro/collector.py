@@ -82,7 +82,7 @@ class PoolView(NamedTuple):
 class Collector:
     """Who owns which block, and how much was evicted, for each request that has had an eviction.
 
-    A request enters with its first :meth:`commit` and leaves with :meth:`release`. In between it owns its whole block
+    A request enters with its first eviction (:meth:`commit_all`) and leaves with :meth:`release`. In between it owns its whole block
     table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the prefix cache. All
     calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not thread-safe.
 
@@ -175,36 +175,6 @@ class Collector:
             evicted[request_id] = evicted.get(request_id, 0) + before - after
         return done
 
-    def commit(self, request_id: str, blocks: IntArray, dst: IntArray, physical: int, keep: int) -> IntArray:
-        """Record an eviction; afterwards the request owns exactly ``dst``.
-
-        Args:
-            request_id: the request; its first eviction puts it into the ledger.
-            blocks: int32 ``[n]``, its block table before the eviction.
-            dst: int32 ``[ceil(keep / block_size)]``, what :meth:`plan` returned, each -1 replaced by a fresh block.
-            physical: as in :meth:`plan`.
-            keep: as in :meth:`plan`.
-
-        Returns:
-            int32 ``[m]``: the blocks of the table that are not in ``dst``, to be given back to the pool in this order
-            (the table's last block first).
-
-        Raises:
-            ValueError: lengths that no eviction has, or arrays that don't fit each other.
-            IntegrityError: the table contradicts the ledger, or a block of ``dst`` is the null block, out of range,
-                named twice, a wrong block of the same table, or another request's.
-        """
-        unused = TableEnds([0], [0], [0])  # since the blocks themselves are there
-        return self.commit_all([request_id], [physical], [keep], unused, {0: (blocks, dst)}).freed
-
-    def adopt(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Book blocks that the pool has appended to a request's table; does nothing for requests without evictions.
-
-        Raises:
-            IntegrityError: a block is the null block, out of range, named twice, or owned already.
-        """
-        self.adopt_all([request_id], [len(blocks)], blocks)
-
     def adopt_all(self, request_ids: Sequence[str], counts: Sequence[int], blocks: Sequence[int]) -> None:
         """Book the blocks that the pool has given out in one step: all of them or, if one is wrong, none.
 
@@ -223,6 +193,28 @@ class Collector:
             self._core.adopt_all([handles.get(request_id, -1) for request_id in request_ids], counts, blocks)
         except IntegrityError as error:
             raise self._named(error) from None
+
+    def listed(self, request_ids: Sequence[str], counts: Sequence[int]) -> IntArray:
+        """List the first blocks of requests' tables.
+
+        Args:
+            request_ids: R requests that have had evictions.
+            counts: ``[R]``, how many blocks of each.
+
+        Returns:
+            int32 ``[sum(counts)]``: those of one request after the other.
+
+        Raises:
+            ValueError: the arguments do not fit each other.
+            IntegrityError: a request owns fewer.
+        """
+        found = [self._handles.get(request_id, -1) for request_id in request_ids]
+        try:
+            return self._core.listed(found, counts)
+        except IntegrityError as error:
+            asked = zip(request_ids, counts, strict=True)
+            unknown = next((name for name, count in asked if count and name not in self._handles), "")
+            raise self._named(error, {unknown: -1}) from None
 
     def release(self, request_id: str) -> int:
         """Forget a request that has finished or was preempted; returns its evicted tokens, 0 if it had none."""
@@ -307,4 +299,4 @@ class Collector:
     def _named(self, error: IntegrityError, newcomers: Mapping[str, int] | None = None) -> IntegrityError:
         """Return an error of the core with request ids in place of handles."""
         names = {handle: request_id for request_id, handle in (self._handles | dict(newcomers or {})).items()}
-        return IntegrityError(re.sub(r"#(\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error)))
+        return IntegrityError(re.sub(r"#(-?\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error)))
