@@ -8,8 +8,8 @@ that never runs out, so that both schedule the same number of requests). The mod
 are timed one by one: `schedule()`, and within it Nitro's own part; the median and the mean count, since evictions and
 new blocks come in waves. Under a threshold, which is only run where asked for (`--only "Nitro, threshold"`), a worker
 says that 330 tokens reach it, some steps after each question. The count of slots for /metrics, which is made once a
-second, is timed after each step. To compare two commits, install each in an environment of its own and run `--only Nitro` in
-turn: what else a machine does is more than the difference.
+second, is timed after each step. To compare two commits, install each in an environment of its own and run `--only
+Nitro` in turn: what else a machine does is more than the difference.
 """
 
 from __future__ import annotations

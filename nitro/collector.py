@@ -82,9 +82,10 @@ class PoolView(NamedTuple):
 class Collector:
     """Who owns which block, and how much was evicted, for each request that has had an eviction.
 
-    A request enters with its first eviction (:meth:`commit_all`) and leaves with :meth:`release`. In between it owns its whole block
-    table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the prefix cache. All
-    calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not thread-safe.
+    A request enters with its first eviction (:meth:`commit_all`) and leaves with :meth:`release`. In between it owns
+    its whole block table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the
+    prefix cache. All calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not
+    thread-safe.
 
     Args:
         num_blocks: blocks in the pool, the null block included.
@@ -194,28 +195,6 @@ class Collector:
         except IntegrityError as error:
             raise self._named(error) from None
 
-    def listed(self, request_ids: Sequence[str], counts: Sequence[int]) -> IntArray:
-        """List the first blocks of requests' tables.
-
-        Args:
-            request_ids: R requests that have had evictions.
-            counts: ``[R]``, how many blocks of each.
-
-        Returns:
-            int32 ``[sum(counts)]``: those of one request after the other.
-
-        Raises:
-            ValueError: the arguments do not fit each other.
-            IntegrityError: a request owns fewer.
-        """
-        found = [self._handles.get(request_id, -1) for request_id in request_ids]
-        try:
-            return self._core.listed(found, counts)
-        except IntegrityError as error:
-            asked = zip(request_ids, counts, strict=True)
-            unknown = next((name for name, count in asked if count and name not in self._handles), "")
-            raise self._named(error, {unknown: -1}) from None
-
     def release(self, request_id: str) -> int:
         """Forget a request that has finished or was preempted; returns its evicted tokens, 0 if it had none."""
         handle = self._handles.pop(request_id, None)
@@ -299,4 +278,4 @@ class Collector:
     def _named(self, error: IntegrityError, newcomers: Mapping[str, int] | None = None) -> IntegrityError:
         """Return an error of the core with request ids in place of handles."""
         names = {handle: request_id for request_id, handle in (self._handles | dict(newcomers or {})).items()}
-        return IntegrityError(re.sub(r"#(-?\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error)))
+        return IntegrityError(re.sub(r"#(\d+)", lambda match: repr(names.get(int(match[1]), match[0])), str(error)))

@@ -16,8 +16,7 @@ std::int32_t checked_num_blocks(std::int64_t num_blocks) {
   return static_cast<std::int32_t>(num_blocks);
 }
 
-// The sum of what each request gets, or has listed.
-std::size_t checked_sum(std::size_t requests, std::span<const std::int32_t> counts) {
+void check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) {
   if (counts.size() != requests) {
     throw std::invalid_argument(text("counts has ", counts.size(), " entries, but there are ", requests,
                                      " requests: pass the number of each one's blocks"));
@@ -27,7 +26,10 @@ std::size_t checked_sum(std::size_t requests, std::span<const std::int32_t> coun
     if (count < 0) throw std::invalid_argument(text("a count of blocks is ", count, ": none is the least"));
     sum += static_cast<std::size_t>(count);
   }
-  return sum;
+  if (sum != blocks) {
+    throw std::invalid_argument(text("counts add up to ", sum, ", but there are ", blocks,
+                                     " blocks: pass those of one request after the other"));
+  }
 }
 
 }  // namespace
@@ -110,10 +112,7 @@ void Collector::adopt_all(std::span<const Handle> requests, std::span<const std:
     Account* account;
     std::span<const BlockId> blocks;
   };
-  if (const std::size_t sum = checked_sum(requests.size(), counts); sum != blocks.size()) {
-    throw std::invalid_argument(text("counts add up to ", sum, ", but there are ", blocks.size(),
-                                     " blocks: pass those of one request after the other"));
-  }
+  check_split(requests.size(), counts, blocks.size());
   std::vector<Adoption> adoptions;
   std::size_t first = 0;
   const std::uint64_t batch = ++stamp_;
@@ -181,22 +180,6 @@ std::int64_t Collector::epoch(Handle request) const {
 std::vector<BlockId> Collector::owned(Handle request) const {
   const Account* account = find(request);
   return account == nullptr ? std::vector<BlockId>{} : account->blocks;
-}
-
-std::vector<BlockId> Collector::listed(std::span<const Handle> requests, std::span<const std::int32_t> counts) const {
-  static_cast<void>(checked_sum(requests.size(), counts));  // which cannot be reserved before it is known to be there
-  std::vector<BlockId> blocks;
-  for (std::size_t i = 0; i < requests.size(); ++i) {
-    const Account* account = find(requests[i]);
-    const auto count = static_cast<std::size_t>(counts[i]);
-    const std::size_t has = account == nullptr ? 0 : account->blocks.size();
-    if (count > has) {
-      throw IntegrityError(text("request #", requests[i], ": its first ", count, " blocks are asked for, but the ledger ",
-                                "says that it owns ", has, ": adopt_all() new blocks, and list only evicted requests"));
-    }
-    if (count > 0) blocks.insert(blocks.end(), account->blocks.begin(), account->blocks.begin() + counts[i]);
-  }
-  return blocks;
 }
 
 Handle Collector::owner(BlockId block) const {

@@ -122,12 +122,6 @@ PYBIND11_MODULE(_native, m) {
             self.adopt_all(requests, counts, blocks);
           },
           py::arg("requests"), py::arg("counts"), py::arg("blocks"))
-      .def(
-          "listed",
-          [](const Collector& self, const Column& requests, const Column& counts) {
-            return to_numpy(self.listed(requests, counts));
-          },
-          py::arg("requests"), py::arg("counts"))
       .def("release", &Collector::release, py::arg("request"))
       .def("evicted", &Collector::evicted, py::arg("request"))
       .def("epoch", &Collector::epoch, py::arg("request"))

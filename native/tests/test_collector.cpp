@@ -309,21 +309,6 @@ TEST(new_blocks_of_a_step_are_booked_together_or_not_at_all) {
   collector.check_integrity();
 }
 
-TEST(first_blocks_of_many_are_listed_at_once) {
-  Collector collector = with_request_7();
-  static_cast<void>(commit(collector, 8, Blocks{10, 11}, Blocks{10}, 8, 4));
-  adopt(collector, 7, Blocks{1, 3});
-  using Handles = std::vector<nitro::Handle>;
-  using Counts = std::vector<std::int32_t>;
-  CHECK((collector.listed(Handles{7, 8, 7, 9}, Counts{3, 1, 1, 0}) == Blocks{5, 2, 1, 10, 5}));
-  CHECK(collector.listed({}, {}).empty());
-  CHECK_THROWS(IntegrityError, collector.listed(Handles{8, 7}, Counts{1, 5}), "#7", "first 5", "owns 4");
-  CHECK_THROWS(IntegrityError, collector.listed(Handles{9}, Counts{1}), "#9", "owns 0");
-  CHECK_THROWS(IntegrityError, collector.listed(Handles{7}, Counts{std::numeric_limits<std::int32_t>::max()}), "#7");
-  CHECK_THROWS(std::invalid_argument, collector.listed(Handles{7}, Counts{-1}), "-1");
-  CHECK_THROWS(std::invalid_argument, collector.listed(Handles{7, 8}, Counts{1}), "counts has 1");
-}
-
 TEST(release_forgets_and_makes_room) {
   Collector collector = with_request_7();
   CHECK(collector.release(7) == 9);

@@ -160,11 +160,6 @@ ALL = flags(1, 1, 1)
         (lambda c: adopt(c, "old", [7, 2]), IntegrityError, "adopted block 2 already belongs to request 'old'"),
         (lambda c: adopt(c, "old", [NULL]), IntegrityError, "adopted block 0 is the null block"),
         (lambda c: adopt(c, "old", [16]), IntegrityError, "adopted block 16 is outside"),
-        (lambda c: c.listed(["old", "old"], [2, 3]), IntegrityError, "'old': its first 3 blocks .* owns 2: adopt_all"),
-        (lambda c: c.listed(["old", "a", "b"], [2, 0, 1]), IntegrityError, "'b': its first 1 blocks .* it owns 0"),
-        (lambda c: c.listed(["old"], [1, 1]), ValueError, "counts has 2 entries, but there are 1 requests"),
-        (lambda c: c.listed(["old"], [-1]), ValueError, "a count of blocks is -1"),
-        (lambda c: c.listed(["old"], [2**31]), TypeError, "incompatible function arguments"),
     ],
 )
 def test_a_refused_call_says_why_and_changes_nothing(
@@ -644,11 +639,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert not owners or max(owners.values()) == 1, "a block has two private owners"
         assert not set(owners) & set(self.free) or booked_only, "a free block has an owner"
         assert all(self.references[block] == 1 for block in owners), "a private block is shared"
-        names = sorted(self.epochs)
-        for cut in (0, 1):
-            first = [self.collector.owned(name).tolist()[: len(self.tables[name]) - cut] for name in names]
-            counts = [len(ids) for ids in first]
-            assert self.collector.listed(names, counts).tolist() == [block for ids in first for block in ids]
         assert len(self.collector) == len(self.epochs)
         assert self.collector.counters == self.totals
         self.collector.check_integrity()

@@ -107,10 +107,6 @@ class Collector {
   [[nodiscard]] std::int64_t evicted(Handle request) const;  // tokens; 0 if unknown
   [[nodiscard]] std::int64_t epoch(Handle request) const;    // evictions since the request (re)started; 0 if unknown
   [[nodiscard]] std::vector<BlockId> owned(Handle request) const;  // in block-table order; empty if unknown
-  // The first counts[i] blocks of requests[i], one request after the other; a request may occur several times. Throws
-  // std::invalid_argument if the arguments do not fit each other, IntegrityError if a request owns fewer.
-  [[nodiscard]] std::vector<BlockId> listed(std::span<const Handle> requests,
-                                            std::span<const std::int32_t> counts) const;
   [[nodiscard]] Handle owner(BlockId block) const;                 // kNobody if free, shared or not in the ledger
   [[nodiscard]] std::size_t size() const noexcept { return accounts_.size(); }
   [[nodiscard]] const Counters& counters() const noexcept { return counters_; }
