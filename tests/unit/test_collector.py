@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -329,6 +330,96 @@ def test_the_sweep_finds_what_two_nested_loops_find(data: st.DataObject, block_s
     live = [block * block_size + offset for block, offset in drawn]
     expected = [block for block in dict.fromkeys(held) if not any(slot // block_size == block for slot in live)]
     assert dead_blocks(blocks(*held), np.array(live, np.int64), block_size).tolist() == expected
+
+
+def test_a_sweep_survives_that_its_arguments_are_written_to() -> None:
+    """It runs without the GIL: what it finds may be wrong then, and nothing else."""
+    held, live = np.arange(200_000, dtype=np.int32), np.arange(0, 800_000, 8, dtype=np.int64)
+    others = np.random.default_rng(0).integers(-5, 2**31 - 1, len(held)).astype(np.int32)
+    running = threading.Event()
+    running.set()
+
+    def scribble() -> None:
+        while running.is_set():
+            held[:] = others
+            held[:] = np.arange(len(held))
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    refused = 0
+    try:
+        for _ in range(100):
+            try:
+                dead_blocks(held, live, BLOCK_SIZE)
+            except (ValueError, IntegrityError):
+                refused += 1
+    finally:
+        running.clear()
+        writer.join()
+    assert refused > 0, "the arguments did change"
+    assert len(dead_blocks(np.arange(200_000, dtype=np.int32), live, BLOCK_SIZE)) == 100_000
+
+
+NUMBERS: st.SearchStrategy[Any] = st.integers(0, 16) | st.sampled_from(
+    [-1, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, -(2**63), 2**64, 1.5, None, "3", True, np.int64(4)]
+)
+ARRAYS: st.SearchStrategy[Any] = st.lists(st.integers(-1, 17), max_size=4).map(
+    lambda ids: np.array(ids, np.int32)
+) | st.sampled_from(
+    [
+        *(np.array([1, 3]).astype(kind) for kind in ("i1", "u1", "i8", "u4", "u8", "f4", "?", "O", ">i4")),
+        np.array(3, np.int32),
+        np.zeros((2, 2), np.int32),
+        np.arange(16, dtype=np.int32)[::-5],
+        np.lib.stride_tricks.as_strided(np.ones(1, np.int32), (5,), (0,)),
+        np.array(["1"]),
+        [1, 2],
+        None,
+    ]
+)
+NAMES = st.sampled_from(["old", "new", "a\0b", "#0", ""])
+
+
+@st.composite
+def hostile_calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
+    kind = draw(st.sampled_from(["plan", "commit_all", "adopt_all", "dead_blocks", "PoolView"]))
+    if kind == "plan":
+        return kind, (draw(NAMES), draw(ARRAYS), draw(ARRAYS), draw(NUMBERS), draw(NUMBERS))
+    if kind in ("dead_blocks", "PoolView"):
+        return kind, (draw(ARRAYS), draw(ARRAYS))
+    size = draw(st.integers(0, 3))
+    names = draw(st.lists(NAMES, min_size=size, max_size=size))  # the same one several times, too
+
+    def column() -> list[Any]:
+        return draw(st.lists(NUMBERS, min_size=size, max_size=size))
+
+    if kind == "adopt_all":
+        return kind, (names, draw(st.just([1] * size) | st.builds(column)), column())
+    moves = draw(st.dictionaries(st.sampled_from([0, 1, 2, -1, 2**64]), st.tuples(ARRAYS, ARRAYS), max_size=3))
+    return kind, (names, column(), column(), TableEnds(column(), column(), column()), moves)
+
+
+@given(calls=st.lists(hostile_calls(), max_size=12))
+def test_whatever_is_passed_the_ledger_stays_whole(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE, null_block=NULL)
+    commit(collector, "old", blocks(1, 2, 3, 4), blocks(5, 2), physical=15, keep=6)
+    names = ("old", "new", "a\0b", "#0", "")
+    for kind, arguments in calls:
+        before = state_of(collector, *names)
+        try:
+            if kind == "dead_blocks":
+                dead_blocks(*arguments, BLOCK_SIZE)
+            elif kind == "PoolView":
+                collector.check_integrity(PoolView(*arguments))
+            else:
+                getattr(collector, kind)(*arguments)
+        except (ValueError, TypeError, IntegrityError):
+            assert state_of(collector, *names) == before
+        collector.check_integrity()
+    for name in names:
+        collector.release(name)
+    assert len(collector) == 0
+    collector.check_integrity(PoolView(np.arange(1, 16, dtype=np.int32), blocks()))
 
 
 class Step:
