@@ -8,8 +8,8 @@ that never runs out, so that both schedule the same number of requests). The mod
 are timed one by one: `schedule()`, and within it Nitro's own part; the median and the mean count, since evictions and
 new blocks come in waves. Under a threshold, which is only run where asked for (`--only "Nitro, threshold"`), a worker
 says that 330 tokens reach it, some steps after each question. The count of slots for /metrics, which is made once a
-second, is timed after each step. To compare two commits, install each in an environment of its own and run `--only
-Nitro` in turn: what else a machine does is more than the difference.
+second, a part in each step, is timed without the pause. To compare two commits, install each in an environment of its
+own and run `--only Nitro` in turn: what else a machine does is more than the difference.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
         deliver(scheduler, output, known)
         if kind != "stock":
             started = time.perf_counter()
-            assert watch.look(scheduler.running) is not None
+            watch.look(scheduler.running)
             counting.append(time.perf_counter() - started)
     return {
         "scheduler": kind,
@@ -221,7 +221,7 @@ def main() -> None:
                 results.append(run(kind, model, requests, arguments.steps, late))
     print(
         "\n| requests | scheduler | schedule(), median ms | mean | of it Nitro's, mean | evictions | µs for each "
-        "| questions | of it to ask, µs for each | count of slots, median ms | blocks in use |"
+        "| questions | of it to ask, µs for each | a step's count of slots, median ms | blocks in use |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in results:
