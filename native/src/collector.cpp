@@ -250,7 +250,8 @@ void Collector::check_table(Handle request, std::span<const BlockId> blocks, std
   }
   if (!std::equal(blocks.begin(), blocks.end(), account->blocks.begin(), account->blocks.end())) {
     throw IntegrityError(text("request #", request, ": its table of ", blocks.size(), " blocks is not the ",
-                              account->blocks.size(), " blocks that the ledger says it owns: adopt_all() new blocks, and ",
+                              account->blocks.size(),
+                              " blocks that the ledger says it owns: adopt_all() new blocks, and ",
                               "release() preempted and finished requests"));
   }
   check_grown(request, *account, physical);
