@@ -82,9 +82,10 @@ class PoolView(NamedTuple):
 class Collector:
     """Who owns which block, and how much was evicted, for each request that has had an eviction.
 
-    A request enters with its first :meth:`commit` and leaves with :meth:`release`. In between it owns its whole block
-    table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the prefix cache. All
-    calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not thread-safe.
+    A request enters with its first eviction (:meth:`commit_all`) and leaves with :meth:`release`. In between it owns
+    its whole block table, privately: the caller reports each new block (:meth:`adopt_all`) and publishes none to the
+    prefix cache. All calls are linear in the arrays they get, and either succeed or leave the ledger as it was. Not
+    thread-safe.
 
     Args:
         num_blocks: blocks in the pool, the null block included.
@@ -174,36 +175,6 @@ class Collector:
         for request_id, before, after in zip(request_ids, physical, keep, strict=True):
             evicted[request_id] = evicted.get(request_id, 0) + before - after
         return done
-
-    def commit(self, request_id: str, blocks: IntArray, dst: IntArray, physical: int, keep: int) -> IntArray:
-        """Record an eviction; afterwards the request owns exactly ``dst``.
-
-        Args:
-            request_id: the request; its first eviction puts it into the ledger.
-            blocks: int32 ``[n]``, its block table before the eviction.
-            dst: int32 ``[ceil(keep / block_size)]``, what :meth:`plan` returned, each -1 replaced by a fresh block.
-            physical: as in :meth:`plan`.
-            keep: as in :meth:`plan`.
-
-        Returns:
-            int32 ``[m]``: the blocks of the table that are not in ``dst``, to be given back to the pool in this order
-            (the table's last block first).
-
-        Raises:
-            ValueError: lengths that no eviction has, or arrays that don't fit each other.
-            IntegrityError: the table contradicts the ledger, or a block of ``dst`` is the null block, out of range,
-                named twice, a wrong block of the same table, or another request's.
-        """
-        unused = TableEnds([0], [0], [0])  # since the blocks themselves are there
-        return self.commit_all([request_id], [physical], [keep], unused, {0: (blocks, dst)}).freed
-
-    def adopt(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Book blocks that the pool has appended to a request's table; does nothing for requests without evictions.
-
-        Raises:
-            IntegrityError: a block is the null block, out of range, named twice, or owned already.
-        """
-        self.adopt_all([request_id], [len(blocks)], blocks)
 
     def adopt_all(self, request_ids: Sequence[str], counts: Sequence[int], blocks: Sequence[int]) -> None:
         """Book the blocks that the pool has given out in one step: all of them or, if one is wrong, none.

@@ -16,6 +16,22 @@ std::int32_t checked_num_blocks(std::int64_t num_blocks) {
   return static_cast<std::int32_t>(num_blocks);
 }
 
+void check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) {
+  if (counts.size() != requests) {
+    throw std::invalid_argument(text("counts has ", counts.size(), " entries, but there are ", requests,
+                                     " requests: pass the number of each one's blocks"));
+  }
+  std::size_t sum = 0;
+  for (const std::int32_t count : counts) {
+    if (count < 0) throw std::invalid_argument(text("a count of blocks is ", count, ": none is the least"));
+    sum += static_cast<std::size_t>(count);
+  }
+  if (sum != blocks) {
+    throw std::invalid_argument(text("counts add up to ", sum, ", but there are ", blocks,
+                                     " blocks: pass those of one request after the other"));
+  }
+}
+
 }  // namespace
 
 Collector::Collector(std::int64_t num_blocks, std::int64_t block_size, std::int64_t null_block)
@@ -89,12 +105,6 @@ Committed Collector::commit_all(std::span<const Eviction> evictions) {
   return done;
 }
 
-std::vector<BlockId> Collector::commit(Handle request, std::span<const BlockId> blocks, std::span<const BlockId> dst,
-                                       std::int64_t physical, std::int64_t keep) {
-  const Eviction eviction{.request = request, .physical = physical, .keep = keep, .blocks = blocks, .dst = dst};
-  return commit_all({&eviction, 1}).freed;
-}
-
 void Collector::adopt_all(std::span<const Handle> requests, std::span<const std::int32_t> counts,
                           std::span<const BlockId> blocks) {
   struct Adoption {
@@ -142,11 +152,6 @@ void Collector::adopt_all(std::span<const Handle> requests, std::span<const std:
     for (const BlockId block : adoption.blocks) owner_[static_cast<std::size_t>(block)] = adoption.request;
   }
   check_if_debug();
-}
-
-void Collector::adopt(Handle request, std::span<const BlockId> blocks) {
-  const auto count = static_cast<std::int32_t>(blocks.size());
-  adopt_all({&request, 1}, {&count, 1}, blocks);
 }
 
 std::int64_t Collector::release(Handle request) {
@@ -245,7 +250,8 @@ void Collector::check_table(Handle request, std::span<const BlockId> blocks, std
   }
   if (!std::equal(blocks.begin(), blocks.end(), account->blocks.begin(), account->blocks.end())) {
     throw IntegrityError(text("request #", request, ": its table of ", blocks.size(), " blocks is not the ",
-                              account->blocks.size(), " blocks that the ledger says it owns: adopt() new blocks, and ",
+                              account->blocks.size(),
+                              " blocks that the ledger says it owns: adopt_all() new blocks, and ",
                               "release() preempted and finished requests"));
   }
   check_grown(request, *account, physical);
@@ -263,7 +269,7 @@ void Collector::check_in_place(const Eviction& eviction) const {
       eviction.first != owned.front() || eviction.last != owned.back()) {
     throw IntegrityError(text("request #", request, ": its table of ", eviction.count, " blocks, ", eviction.first,
                               " to ", eviction.last, ", is not the ", owned.size(), " blocks, ", owned.front(), " to ",
-                              owned.back(), ", that the ledger says it owns: adopt() new blocks, and release() ",
+                              owned.back(), ", that the ledger says it owns: adopt_all() new blocks, and release() ",
                               "preempted and finished requests"));
   }
   check_lengths(request, owned.size(), eviction.physical, eviction.keep);
@@ -292,22 +298,6 @@ void Collector::check_move(const Eviction& eviction) const {
       check_unowned(request, "fresh", dst[i]);
     }
     if (!mark(dst[i])) throw IntegrityError(text("request #", request, ": block ", dst[i], " is in dst twice"));
-  }
-}
-
-void Collector::check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) const {
-  if (counts.size() != requests) {
-    throw std::invalid_argument(text("counts has ", counts.size(), " entries, but there are ", requests,
-                                     " requests: pass the number of each one's blocks"));
-  }
-  std::size_t sum = 0;
-  for (const std::int32_t count : counts) {
-    if (count < 0) throw std::invalid_argument(text("a count of blocks is ", count, ": none is the least"));
-    sum += static_cast<std::size_t>(count);
-  }
-  if (sum != blocks) {
-    throw std::invalid_argument(text("counts add up to ", sum, ", but there are ", blocks,
-                                     " blocks: pass those of one request after the other"));
   }
 }
 

@@ -9,8 +9,12 @@
 namespace nitro {
 namespace {
 
+bool lengths_fit(const Message& message) {
+  return 0 <= message.keep && message.keep <= message.physical_len && message.physical_len <= message.logical_len;
+}
+
 void check(const Message& message) {
-  if (message.keep < 0 || message.keep > message.physical_len || message.physical_len > message.logical_len) {
+  if (!lengths_fit(message)) {
     throw std::invalid_argument(text("request ", message.request, ": keep=", message.keep,
                                      ", physical_len=", message.physical_len, ", logical_len=", message.logical_len,
                                      " are not 0 <= keep <= physical_len <= logical_len: publish what was scored"));
@@ -19,6 +23,12 @@ void check(const Message& message) {
     throw std::invalid_argument(text("request ", message.request, ": flags=", message.flags, " are unknown to version ",
                                      kLayoutVersion, " of the layout: pass 0"));
   }
+}
+
+// Whether a writer has written this record, in this place of this ring, as far as can be seen.
+bool is_whole(const Record& record, std::uint64_t sequence, std::uint64_t seed) {
+  return record.sequence == sequence && record.checksum == checksum_of(record, seed) && record.reserved == 0 &&
+         record.message.flags == 0 && lengths_fit(record.message);
 }
 
 }  // namespace
@@ -105,7 +115,7 @@ std::size_t RingReader::take(std::span<Message> out) noexcept {
   for (; tail_ != end && count < out.size(); ++tail_) {
     const Record record = slots_[tail_ & (slots_.size() - 1)];
     std::atomic_signal_fence(std::memory_order_acq_rel);  // or the compiler may read the slot again after the check
-    if (record.sequence == tail_ && record.checksum == checksum_of(record, seed_)) {
+    if (is_whole(record, tail_, seed_)) {
       out[count++] = record.message;
     } else {
       ++counters_.corrupt;

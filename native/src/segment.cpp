@@ -123,7 +123,7 @@ std::uint64_t checked_capacity(const std::string& name, const Header& header, st
                       " bytes, these are ", sizeof(Header), " and ", sizeof(Record), kSame));
   }
   const std::uint64_t capacity = header.capacity;
-  if (!is_capacity(capacity) || size < size_for(capacity)) {
+  if (!is_capacity(capacity) || size != size_for(capacity)) {
     refuse(name, text("says that it has ", capacity, " records, in ", size, " bytes: it is damaged"));
   }
   if (segment_name(header.engine, header.rank) != name) {
@@ -166,6 +166,7 @@ Segment Segment::create(std::uint64_t engine, std::uint32_t rank, std::uint64_t 
   if (file == -1) fail("create", name, errno, size);
   Segment segment(name, file, true);  // from here on, an exception removes it
   if (uninterrupted([&] { return ::flock(file, LOCK_EX); }) != 0) fail("lock", name, errno, size);
+  if (::fchmod(file, kMode) != 0) fail("set the mode of", name, errno, size);  // a umask may have taken bits away
   // Not ftruncate(), which promises memory that may not be there at the first access (SIGBUS).
   int error;
   do error = ::posix_fallocate(file, 0, static_cast<off_t>(size));
@@ -203,9 +204,11 @@ Segment Segment::attach(const std::string& name) {
   if (const std::string why = objection(status); !why.empty()) refuse(name, why + ": it is no segment of Nitro's");
 
   Segment segment(name, -1, false);
-  segment.map(file.get(), static_cast<std::size_t>(status.st_size));
+  // No more of it, which would take memory, before it is known to be one of ours: what bears the name may be huge.
+  segment.map(file.get(), sizeof(Header));
+  segment.capacity_ = checked_capacity(name, *segment.header_, static_cast<std::uint64_t>(status.st_size));
+  segment.map(file.get(), size_for(segment.capacity_));
   Header& header = *segment.header_;
-  segment.capacity_ = checked_capacity(name, header, static_cast<std::uint64_t>(status.st_size));
   if (place_of(header) != ProcessPlace::of_this_process()) {
     refuse(name, "was made in another pid or time namespace: run scheduler and workers in one container");
   }
@@ -219,6 +222,7 @@ void Segment::map(int file, std::size_t size) {
   // Populated: no page faults in the first step.
   void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);
   if (memory == MAP_FAILED) fail("map", name_, errno, size);
+  if (header_ != nullptr) ::munmap(header_, size_);
   header_ = static_cast<Header*>(memory);
   size_ = size;
 }

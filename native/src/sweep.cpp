@@ -63,9 +63,9 @@ std::vector<BlockId> dead_blocks(std::span<const BlockId> blocks, std::span<cons
     states.insert(block);
   }
   std::int64_t begin = 0;  // of the block that was marked last: slots of a block usually come together
-  std::int64_t end = 0;
+  std::int64_t width = 0;
   for (const std::int64_t slot : live) {
-    if (slot >= begin && slot < end) continue;
+    if (slot >= begin && slot - begin < width) continue;  // the block's end might be beyond int64
     const std::int64_t block = slot / block_size;
     State* state = slot < 0 || block > kLastBlock ? nullptr : states.find(static_cast<BlockId>(block));
     if (state == nullptr) {
@@ -74,12 +74,13 @@ std::vector<BlockId> dead_blocks(std::span<const BlockId> blocks, std::span<cons
     }
     *state = State::kLive;
     begin = block * block_size;
-    end = begin + block_size;
+    width = block_size;
   }
   std::vector<BlockId> dead;
   for (const BlockId block : blocks) {
     State* state = states.find(block);
-    if (*state != State::kDead) continue;
+    // Without the GIL somebody may write to the array meanwhile; what he gets is wrong, but nothing else happens.
+    if (state == nullptr || *state != State::kDead) continue;
     *state = State::kReturned;
     dead.push_back(block);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "ledger.hpp"
 #include "nitro/collector.hpp"
 
 namespace nitro {
@@ -26,6 +27,8 @@ struct CollectorProbe {
 
 namespace {
 
+using ledger::adopt;
+using ledger::commit;
 using nitro::BlockId;
 using nitro::Collector;
 using nitro::CollectorProbe;
@@ -44,7 +47,7 @@ Collector pool() { return {16, 4, 0}; }
 // Request 7 owns {5, 2}: table {1, 2, 3, 4} with 15 slots, shrunk to 6; block 1 was shared.
 Collector with_request_7() {
   Collector collector = pool();
-  static_cast<void>(collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6));
+  static_cast<void>(commit(collector, 7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6));
   return collector;
 }
 
@@ -98,12 +101,12 @@ TEST(tables_with_impossible_blocks_are_found) {
   CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{0, 6}, two, 8, 4), "block 0", "null block");
   CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, 6}, two, 8, 4), "block 6", "twice");
   CHECK_THROWS(IntegrityError, collector.plan(8, Blocks{6, 5}, two, 8, 4), "#8", "block 5", "#7");
-  CHECK_THROWS(IntegrityError, collector.commit(8, Blocks{6, 5}, Blocks{6}, 8, 4), "#8", "block 5", "#7");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, Blocks{6, 5}, Blocks{6}, 8, 4), "#8", "block 5", "#7");
 }
 
 TEST(commit_books_the_destination_and_frees_the_rest_last_first) {
   Collector collector = pool();
-  const Blocks freed = collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6);
+  const Blocks freed = commit(collector, 7, Blocks{1, 2, 3, 4}, Blocks{5, 2}, 15, 6);
   CHECK((freed == Blocks{4, 3, 1}));
   CHECK((collector.owned(7) == Blocks{5, 2}));
   CHECK(collector.owner(5) == 7 && collector.owner(2) == 7);
@@ -115,28 +118,28 @@ TEST(commit_books_the_destination_and_frees_the_rest_last_first) {
 
 TEST(commit_within_a_block_frees_nothing) {
   Collector collector = pool();
-  CHECK(collector.commit(7, Blocks{1, 2}, Blocks{1, 2}, 8, 7).empty());
+  CHECK(commit(collector, 7, Blocks{1, 2}, Blocks{1, 2}, 8, 7).empty());
   CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 1, .blocks_freed = 0}));
   CHECK((collector.owned(7) == Blocks{1, 2}));
 }
 
 TEST(commit_frees_lookahead_blocks_too) {
   Collector collector = pool();
-  CHECK((collector.commit(7, Blocks{1, 2, 3, 4}, Blocks{1}, 5, 2) == Blocks{4, 3, 2}));
+  CHECK((commit(collector, 7, Blocks{1, 2, 3, 4}, Blocks{1}, 5, 2) == Blocks{4, 3, 2}));
   CHECK(collector.counters().blocks_freed == 3);
 }
 
 TEST(commit_can_move_all_survivors_into_fresh_blocks) {
   Collector collector = pool();
-  CHECK((collector.commit(7, Blocks{1, 2, 3}, Blocks{4, 5, 6}, 12, 11) == Blocks{3, 2, 1}));
+  CHECK((commit(collector, 7, Blocks{1, 2, 3}, Blocks{4, 5, 6}, 12, 11) == Blocks{3, 2, 1}));
   CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 1, .blocks_freed = 0}));
 }
 
 TEST(evictions_of_one_request_add_up) {
   Collector collector = with_request_7();
-  collector.adopt(7, Blocks{9, 1});
+  adopt(collector, 7, Blocks{9, 1});
   CHECK((collector.owned(7) == Blocks{5, 2, 9, 1}));
-  CHECK((collector.commit(7, Blocks{5, 2, 9, 1}, Blocks{5, 2}, 16, 6) == Blocks{1, 9}));
+  CHECK((commit(collector, 7, Blocks{5, 2, 9, 1}, Blocks{5, 2}, 16, 6) == Blocks{1, 9}));
   CHECK(collector.evicted(7) == 19 && collector.epoch(7) == 2);
   CHECK((collector.counters() == Counters{.evictions = 2, .tokens_evicted = 19, .blocks_freed = 4}));
   collector.check_integrity();
@@ -145,23 +148,23 @@ TEST(evictions_of_one_request_add_up) {
 TEST(commit_refuses_bad_destinations) {
   Collector collector = with_request_7();
   const Blocks table{6, 8, 9};
-  CHECK_THROWS(std::invalid_argument, collector.commit(8, table, Blocks{6}, 12, 6), "dst has 1", "need 2");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, kNeedsFresh}, 12, 6), "block -1");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 16}, 12, 6), "block 16");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 0}, 12, 6), "null block");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{10, 10}, 12, 6), "block 10", "twice");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 9}, 12, 6), "block 9", "same table");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{8, 6}, 12, 6), "block 8", "same table");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 6}, 12, 6), "block 6");
-  CHECK_THROWS(IntegrityError, collector.commit(8, table, Blocks{6, 2}, 12, 6), "fresh block 2", "#7");
+  CHECK_THROWS(std::invalid_argument, commit(collector, 8, table, Blocks{6}, 12, 6), "dst has 1", "need 2");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, kNeedsFresh}, 12, 6), "block -1");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, 16}, 12, 6), "block 16");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, 0}, 12, 6), "null block");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{10, 10}, 12, 6), "block 10", "twice");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, 9}, 12, 6), "block 9", "same table");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{8, 6}, 12, 6), "block 8", "same table");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, 6}, 12, 6), "block 6");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, table, Blocks{6, 2}, 12, 6), "fresh block 2", "#7");
 }
 
 TEST(a_refused_call_changes_nothing) {
   Collector collector = with_request_7();
   const Counters before = collector.counters();
-  CHECK_THROWS(IntegrityError, collector.commit(8, Blocks{6, 8}, Blocks{2}, 8, 4), "#7");
-  CHECK_THROWS(IntegrityError, collector.commit(7, Blocks{5, 2}, Blocks{0}, 6, 4), "null block");
-  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{9, 10, 9}), "block 9", "twice");
+  CHECK_THROWS(IntegrityError, commit(collector, 8, Blocks{6, 8}, Blocks{2}, 8, 4), "#7");
+  CHECK_THROWS(IntegrityError, commit(collector, 7, Blocks{5, 2}, Blocks{0}, 6, 4), "null block");
+  CHECK_THROWS(IntegrityError, adopt(collector, 7, Blocks{9, 10, 9}), "block 9", "twice");
   CHECK((collector.owned(7) == Blocks{5, 2}));
   CHECK(collector.size() == 1 && collector.epoch(7) == 1 && collector.evicted(8) == 0 && collector.owned(8).empty());
   CHECK(collector.counters() == before);
@@ -173,7 +176,7 @@ TEST(a_table_must_be_what_the_ledger_says) {
   Collector collector = with_request_7();
   const Flags flags{1, 1, 1};
   CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{5, 2, 9}, flags, 9, 4), "#7", "table of 3", "the 2 blocks",
-               "adopt()");
+               "adopt_all()");
   CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{2, 5}, Flags{1, 1}, 8, 4), "#7");
   CHECK_THROWS(IntegrityError, collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 5, 4), "physical=5", "left 6");
   CHECK((collector.plan(7, Blocks{5, 2}, Flags{1, 1}, 6, 4) == Blocks{5}));
@@ -199,7 +202,7 @@ Eviction move(nitro::Handle request, const Blocks& blocks, const Blocks& dst, st
 
 TEST(a_step_evicts_from_old_and_new_requests_together) {
   Collector collector = with_request_7();
-  collector.adopt(7, Blocks{1, 3});
+  adopt(collector, 7, Blocks{1, 3});
   const Blocks table{6, 8, 9, 10};
   const Blocks dst{11, 8};
   const Committed done = collector.commit_all(
@@ -259,7 +262,7 @@ TEST(a_bad_eviction_anywhere_in_a_step_changes_nothing) {
   for (const auto& [eviction, message] : bad) {
     for (const bool last : {false, true}) {
       Collector collector = with_request_7();
-      collector.adopt(7, Blocks{1, 3});
+      adopt(collector, 7, Blocks{1, 3});
       Evictions step{move(8, table, fresh, 8, 4)};
       step.insert(last ? step.end() : step.begin(), eviction);
       if (eviction.request != 7) step.push_back(in_place(7, 13, 4, 4, 5, 3));
@@ -280,18 +283,18 @@ TEST(a_bad_eviction_anywhere_in_a_step_changes_nothing) {
 
 TEST(adopt_books_only_free_blocks) {
   Collector collector = with_request_7();
-  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{2}), "block 2", "#7");
-  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{0}), "null block");
-  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{99}), "block 99");
-  collector.adopt(7, Blocks{});
+  CHECK_THROWS(IntegrityError, adopt(collector, 7, Blocks{2}), "block 2", "#7");
+  CHECK_THROWS(IntegrityError, adopt(collector, 7, Blocks{0}), "null block");
+  CHECK_THROWS(IntegrityError, adopt(collector, 7, Blocks{99}), "block 99");
+  adopt(collector, 7, Blocks{});
   CHECK((collector.owned(7) == Blocks{5, 2}));
-  collector.adopt(8, Blocks{2, 99});  // not in the ledger: the engine's business
+  adopt(collector, 8, Blocks{2, 99});  // not in the ledger: the engine's business
   CHECK(collector.size() == 1 && collector.owned(8).empty());
 }
 
 TEST(new_blocks_of_a_step_are_booked_together_or_not_at_all) {
   Collector collector = with_request_7();
-  static_cast<void>(collector.commit(8, Blocks{10, 11}, Blocks{10}, 8, 4));
+  static_cast<void>(commit(collector, 8, Blocks{10, 11}, Blocks{10}, 8, 4));
   const std::vector<nitro::Handle> requests{7, 9, 8};
   const std::vector<std::int32_t> counts{1, 2, 1};
   CHECK_THROWS(IntegrityError, collector.adopt_all(requests, counts, Blocks{1, 2, 99, 1}), "#8", "adopted twice");
@@ -313,7 +316,7 @@ TEST(release_forgets_and_makes_room) {
   CHECK(collector.size() == 0 && collector.epoch(7) == 0 && collector.owned(7).empty());
   CHECK(collector.owner(5) == kNobody);
   CHECK((collector.counters() == Counters{.evictions = 1, .tokens_evicted = 9, .blocks_freed = 2}));
-  CHECK((collector.commit(7, Blocks{5, 2}, Blocks{5}, 8, 4) == Blocks{2}));  // a new life of the same handle
+  CHECK((commit(collector, 7, Blocks{5, 2}, Blocks{5}, 8, 4) == Blocks{2}));  // a new life of the same handle
   CHECK(collector.epoch(7) == 1 && collector.evicted(7) == 4);
   collector.check_integrity();
 }
@@ -337,7 +340,7 @@ TEST(check_integrity_finds_planted_faults) {
   }
   {
     Collector collector = with_request_7();
-    static_cast<void>(collector.commit(8, Blocks{6, 8}, Blocks{6}, 8, 4));
+    static_cast<void>(commit(collector, 8, Blocks{6, 8}, Blocks{6}, 8, 4));
     CollectorProbe{collector}.append_block(8, 5);
     CHECK_THROWS(IntegrityError, collector.check_integrity(), "block 5", "#7", "#8");
   }
@@ -375,8 +378,8 @@ TEST(check_integrity_finds_planted_faults) {
 
 TEST(an_epoch_that_falls_is_found) {
   Collector collector = with_request_7();
-  static_cast<void>(collector.commit(7, Blocks{5, 2}, Blocks{5}, 6, 4));
-  static_cast<void>(collector.commit(8, Blocks{6, 8}, Blocks{6}, 8, 4));
+  static_cast<void>(commit(collector, 7, Blocks{5, 2}, Blocks{5}, 6, 4));
+  static_cast<void>(commit(collector, 8, Blocks{6, 8}, Blocks{6}, 8, 4));
   collector.check_integrity();
   CollectorProbe{collector}.set_epoch(7, 1);
   CollectorProbe{collector}.set_epoch(8, 2);  // so that the counters are right
@@ -385,7 +388,7 @@ TEST(an_epoch_that_falls_is_found) {
   Collector other = with_request_7();
   other.check_integrity();
   static_cast<void>(other.release(7));
-  static_cast<void>(other.commit(7, Blocks{5, 2}, Blocks{5}, 6, 4));
+  static_cast<void>(commit(other, 7, Blocks{5, 2}, Blocks{5}, 6, 4));
   other.check_integrity();
 }
 
@@ -420,7 +423,7 @@ TEST(check_pool_wants_each_block_in_one_place) {
 TEST(debug_builds_check_after_each_change) {
   Collector collector = with_request_7();
   CollectorProbe{collector}.set_owner(9, 7);
-  CHECK_THROWS(IntegrityError, collector.adopt(7, Blocks{10}), "block 9");
+  CHECK_THROWS(IntegrityError, adopt(collector, 7, Blocks{10}), "block 9");
 }
 #endif
 
@@ -429,7 +432,7 @@ TEST(instances_share_nothing) {
   Collector yours = pool();
   const auto churn = [](Collector& collector) {
     for (int i = 0; i < 200; ++i) {
-      static_cast<void>(collector.commit(i, Blocks{1, 2, 3}, Blocks{1}, 12, 4));
+      static_cast<void>(commit(collector, i, Blocks{1, 2, 3}, Blocks{1}, 12, 4));
       static_cast<void>(collector.release(i));
     }
   };

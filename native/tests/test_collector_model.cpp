@@ -11,10 +11,13 @@
 #include <vector>
 
 #include "check.hpp"
+#include "ledger.hpp"
 #include "nitro/collector.hpp"
 
 namespace {
 
+using ledger::adopt;
+using ledger::commit;
 using nitro::BlockId;
 using nitro::Collector;
 using nitro::Handle;
@@ -140,7 +143,7 @@ class Model {
     if (needed > request.table.size() + free_.size()) return stop();
     std::vector<BlockId> fresh;
     while (request.table.size() + fresh.size() < needed) fresh.push_back(take());
-    collector_.adopt(at->first, fresh);
+    adopt(collector_, at->first, fresh);
     request.table.insert(request.table.end(), fresh.begin(), fresh.end());
     request.slots = slots;
   }
@@ -202,7 +205,7 @@ class Model {
     for (BlockId& block : dst) {
       if (block == kNeedsFresh) block = take();
     }
-    const auto freed = collector_.commit(at->first, request.table, dst, request.slots, keep);
+    const auto freed = commit(collector_, at->first, request.table, dst, request.slots, keep);
     std::vector<BlockId> expected;
     for (const BlockId block : request.table) {
       if (std::find(dst.begin(), dst.end(), block) == dst.end()) expected.insert(expected.begin(), block);
@@ -286,7 +289,7 @@ class Model {
         CHECK(done.src.at(first + j) == request.table[j]);
       }
       first += used;
-      const auto alone = twin.commit(handle, request.table, dst, request.slots, keep);
+      const auto alone = commit(twin, handle, request.table, dst, request.slots, keep);
       freed.insert(freed.end(), alone.begin(), alone.end());
       CHECK(twin.owned(handle) == collector_.owned(handle));
       totals_.evictions += 1;

@@ -128,6 +128,23 @@ TEST(damaged_records_are_counted_and_skipped) {
   }
 }
 
+// With a checksum that is right: what no writer of ours would have written is not handed out either.
+TEST(impossible_records_are_damaged) {
+  const auto skipped = [](auto change) {
+    Ends ends(4);
+    CHECK(ends.writer.publish(Messages{message(1, 1), message(2, 2)}) == 0);
+    Record& record = ends.memory.slots[0];
+    change(record);
+    record.checksum = nitro::checksum_of(record, nitro::seed_of(ends.memory.header.engine, ends.memory.header.rank));
+    CHECK((drain(ends.reader) == Messages{message(2, 2)}) && ends.reader.counters().corrupt == 1);
+  };
+  skipped([](Record& record) { record.message.keep = -1; });
+  skipped([](Record& record) { record.message.keep = record.message.physical_len + 1; });
+  skipped([](Record& record) { record.message.physical_len = record.message.logical_len + 1; });
+  skipped([](Record& record) { record.message.flags = 1; });
+  skipped([](Record& record) { record.reserved = 1; });
+}
+
 TEST(records_out_of_place_are_damaged) {
   Ends ends(4);
   const auto send = [&](std::uint64_t step) {

@@ -155,6 +155,8 @@ TEST(what_is_not_a_segment_is_refused) {
   refused([](Header& header) { header.header_size = 256; }, "a header of 256");
   refused([](Header& header) { header.capacity = 8; }, "8 records, in 768 bytes", "damaged");
   refused([](Header& header) { header.capacity = 3; }, "damaged");
+  refused([](Header& header) { header.capacity = 2; }, "2 records, in 768 bytes", "damaged");
+  refused([](Header& header) { header.capacity = ~0ULL; }, "damaged");
   refused([](Header& header) { header.engine ^= 1; }, "under another name");
   refused([](Header& header) { header.pid_namespace ^= 1; }, "another pid or time namespace", "one container");
   refused([](Header& header) { header.time_namespace ^= 1; }, "another pid or time namespace");
@@ -171,6 +173,38 @@ TEST(what_is_not_a_segment_is_refused) {
   CHECK(::mkfifo(path_of(small).c_str(), 0600) == 0);
   CHECK_THROWS(SegmentError, Producer(small), "not a regular file");
   CHECK(!nitro::remove_if_stale(small) && ::unlink(path_of(small).c_str()) == 0);
+}
+
+// A file with an honest header and a length of a terabyte takes no memory before it is refused.
+TEST(a_huge_file_is_refused_before_it_is_mapped) {
+  Consumer consumer(fresh_engine(), 0, 4);
+  const std::string path = path_of(consumer.name());
+  CHECK(::truncate(path.c_str(), off_t{1} << 40) == 0);
+  CHECK_THROWS(SegmentError, Producer(consumer.name()), "4 records, in 1099511627776 bytes", "damaged");
+  with_header(consumer.name(), [](Header& header) { header.version = 7; });
+  CHECK_THROWS(SegmentError, Producer(consumer.name()), "layout version 7, this is 1");
+  struct stat status{};
+  CHECK(::stat(path.c_str(), &status) == 0 && status.st_blocks * 512 <= 1 << 20);
+}
+
+TEST(a_link_to_a_segment_is_no_segment) {
+  Consumer consumer(fresh_engine(), 0, 4);
+  const std::string alias = nitro::segment_name(fresh_engine(), 0);
+  CHECK(::symlink(path_of(consumer.name()).c_str(), path_of(alias).c_str()) == 0);
+  CHECK_THROWS(SegmentError, Producer(alias), "cannot open", path_of(alias));
+  CHECK(!nitro::remove_if_stale(alias) && ::unlink(path_of(alias).c_str()) == 0);
+  CHECK_THROWS(SegmentError, Producer("../etc/hostname"), "cannot open");
+  CHECK_THROWS(SegmentError, Producer(""), "cannot open");
+  CHECK(exists(consumer.name()));
+}
+
+TEST(a_mask_does_not_change_the_mode) {
+  const mode_t before = ::umask(0777);
+  Consumer consumer(fresh_engine(), 0, 4);
+  ::umask(before);
+  struct stat status{};
+  CHECK(::stat(path_of(consumer.name()).c_str(), &status) == 0 && (status.st_mode & 07777) == 0600);
+  Producer producer(consumer.name());
 }
 
 TEST(another_users_segment_is_refused_and_stays) {

@@ -41,6 +41,12 @@ TEST(the_largest_ids_fit) {
   CHECK_THROWS(IntegrityError, dead_blocks(Blocks{0}, Slots{std::int64_t{1} << 36}, 16), "4294967296");
 }
 
+TEST(the_largest_blocks_end_beyond_all_slots) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  CHECK(dead_blocks(Blocks{0, 1}, Slots{kMost, kMost - 1, kMost}, kMost).empty());
+  CHECK((dead_blocks(Blocks{0, 1}, Slots{kMost, kMost - 1, kMost}, kMost / 2 + 1) == Blocks{0}));
+}
+
 TEST(wrong_arguments_are_refused) {
   CHECK_THROWS(std::invalid_argument, dead_blocks(Blocks{1}, Slots{4}, 0), "block_size=0");
   CHECK_THROWS(std::invalid_argument, dead_blocks(Blocks{1, -1}, Slots{4}, 4), "block -1");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 
 from nitro import _native
@@ -25,9 +26,11 @@ def collect_stale() -> list[str]:
     Returns:
         The names of the segments that were removed.
     """
-    prefix = _native.segment_name(0, 0).rsplit("-", 2)[0] + "-"
+    prefix = _native.segment_name(0, 0).rsplit("-", 2)[0]
+    # Anybody may put files there, under any name: one that is not even text must not keep an engine from starting.
+    ours = re.compile(re.escape(prefix) + "-[0-9a-f]{16}-[0-9]{1,10}")
     try:
-        names = sorted(name for name in os.listdir(_native.SHARED_MEMORY) if name.startswith(prefix))
+        names = sorted(filter(ours.fullmatch, os.listdir(_native.SHARED_MEMORY)))
     except OSError as error:
         logger.debug("no old segments are looked for: %s", error)  # who makes one will be told what is wrong
         return []

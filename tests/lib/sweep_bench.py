@@ -10,9 +10,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from ledger import adopt, commit
 
 from nitro.collector import Collector, TableEnds, dead_blocks
 from nitro.types import IntArray
@@ -106,9 +108,9 @@ class EssayLedger:
         for number, name in enumerate(self.names):
             table = np.array(self._take(most), np.int32)
             physical = self.BUDGET + self.SLACK
-            self._give(self.collector.commit(name, table, table[: self.kept], physical, self.BUDGET).tolist())
+            self._give(commit(self.collector, name, table, table[: self.kept], physical, self.BUDGET).tolist())
             self.tables[name], self.slots[name] = table[: self.kept].tolist(), self.BUDGET
-            self._grow(name, number % self.SLACK, self.collector.adopt)
+            self._grow(name, number % self.SLACK, partial(adopt, self.collector))
 
     def step(self) -> tuple[float, int, int]:
         """Let each request grow by a token; return the ledger's processor time, evictions and adoptions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from ledger import adopt, commit
 
 from nitro.collector import Collector, Committed, PoolView, TableEnds, dead_blocks
 from nitro.errors import IntegrityError
@@ -33,7 +35,7 @@ def flags(*values: int) -> np.ndarray:
 def collector() -> Collector:
     """A pool of 16 blocks of 4 tokens; ``old`` owns [5, 2] after its table [1, 2, 3, 4] of 15 slots shrank to 6."""
     collector = Collector(num_blocks=16, block_size=BLOCK_SIZE, null_block=NULL)
-    collector.commit("old", blocks(1, 2, 3, 4), blocks(5, 2), physical=15, keep=6)
+    commit(collector, "old", blocks(1, 2, 3, 4), blocks(5, 2), physical=15, keep=6)
     return collector
 
 
@@ -54,15 +56,15 @@ def test_an_eviction_from_plan_to_release() -> None:
     assert len(collector) == 0, "a plan changes nothing"
 
     dst[0] = 5
-    freed = collector.commit("a", table, dst, physical=15, keep=6)
+    freed = commit(collector, "a", table, dst, physical=15, keep=6)
     assert freed.dtype == np.int32
     assert freed.tolist() == [4, 3, 1]
     assert state_of(collector, "a") == (1, Counters(1, 9, 2), {"a": (9, 1, [5, 2])})
 
-    collector.adopt("a", [7, 8])
+    adopt(collector, "a", [7, 8])
     assert collector.owned("a").tolist() == [5, 2, 7, 8]
     assert collector.plan("a", collector.owned("a"), flags(1, 1, 1, 1), physical=16, keep=5).tolist() == [5, 2]
-    assert collector.commit("a", collector.owned("a"), blocks(5, 2), physical=16, keep=5).tolist() == [8, 7]
+    assert commit(collector, "a", collector.owned("a"), blocks(5, 2), physical=16, keep=5).tolist() == [8, 7]
     assert state_of(collector, "a") == (1, Counters(2, 20, 4), {"a": (20, 2, [5, 2])})
     collector.check_integrity()
 
@@ -74,7 +76,7 @@ def test_an_eviction_from_plan_to_release() -> None:
 
 def test_results_outlive_the_collector() -> None:
     collector = Collector(num_blocks=16, block_size=BLOCK_SIZE)
-    freed = collector.commit("a", blocks(1, 2, 3), blocks(1), physical=12, keep=4)
+    freed = commit(collector, "a", blocks(1, 2, 3), blocks(1), physical=12, keep=4)
     owned = collector.owned("a")
     owned[0] = 9
     assert collector.owned("a").tolist() == [1], "the caller's copy is not the ledger"
@@ -92,8 +94,8 @@ def test_arrays_may_be_views_and_flags_may_be_bool() -> None:
 def test_handles_of_released_requests_are_used_again() -> None:
     collector = Collector(num_blocks=64, block_size=BLOCK_SIZE)
     for i in range(50):
-        collector.commit(f"a{i}", blocks(1, 2), blocks(1), physical=8, keep=4)
-        collector.commit(f"b{i}", blocks(3, 4), blocks(3), physical=8, keep=4)
+        commit(collector, f"a{i}", blocks(1, 2), blocks(1), physical=8, keep=4)
+        commit(collector, f"b{i}", blocks(3, 4), blocks(3), physical=8, keep=4)
         collector.release(f"a{i}")
         assert collector.owned(f"b{i}").tolist() == [3]
         collector.release(f"b{i}")
@@ -141,24 +143,24 @@ ALL = flags(1, 1, 1)
         (
             lambda c: c.plan("old", TABLE, ALL, 12, 4),
             IntegrityError,
-            r"request 'old': its table of 3 blocks is not the 2 .* adopt\(\)",
+            r"request 'old': its table of 3 blocks is not the 2 .* adopt_all\(\)",
         ),
         (lambda c: c.plan("old", blocks(5, 2), flags(1, 1), 5, 4), IntegrityError, "physical=5 .* left 6"),
-        (lambda c: c.commit("new", TABLE, blocks(6), 12, 8), ValueError, "dst has 1 blocks, but keep=8 .* need 2"),
-        (lambda c: c.commit("new", TABLE, blocks(6, -1), 12, 8), IntegrityError, "destination block -1 is outside"),
-        (lambda c: c.commit("new", TABLE, blocks(6, 16), 12, 8), IntegrityError, "destination block 16 is outside"),
-        (lambda c: c.commit("new", TABLE, blocks(6, NULL), 12, 8), IntegrityError, "destination block 0 is the null"),
-        (lambda c: c.commit("new", TABLE, blocks(10, 10), 12, 8), IntegrityError, "block 10 is in dst twice"),
-        (lambda c: c.commit("new", TABLE, blocks(6, 9), 12, 8), IntegrityError, "block 9, which is another block of"),
+        (lambda c: commit(c, "new", TABLE, blocks(6), 12, 8), ValueError, "dst has 1 blocks, but keep=8 .* need 2"),
+        (lambda c: commit(c, "new", TABLE, blocks(6, -1), 12, 8), IntegrityError, "destination block -1 is outside"),
+        (lambda c: commit(c, "new", TABLE, blocks(6, 16), 12, 8), IntegrityError, "destination block 16 is outside"),
+        (lambda c: commit(c, "new", TABLE, blocks(6, NULL), 12, 8), IntegrityError, "destination block 0 is the null"),
+        (lambda c: commit(c, "new", TABLE, blocks(10, 10), 12, 8), IntegrityError, "block 10 is in dst twice"),
+        (lambda c: commit(c, "new", TABLE, blocks(6, 9), 12, 8), IntegrityError, "block 9, which is another block of"),
         (
-            lambda c: c.commit("new", TABLE, blocks(6, 2), 12, 8),
+            lambda c: commit(c, "new", TABLE, blocks(6, 2), 12, 8),
             IntegrityError,
             "request 'new': fresh block 2 already belongs to request 'old'",
         ),
-        (lambda c: c.adopt("old", [7, 7]), IntegrityError, "request 'old': block 7 is adopted twice"),
-        (lambda c: c.adopt("old", [7, 2]), IntegrityError, "adopted block 2 already belongs to request 'old'"),
-        (lambda c: c.adopt("old", [NULL]), IntegrityError, "adopted block 0 is the null block"),
-        (lambda c: c.adopt("old", [16]), IntegrityError, "adopted block 16 is outside"),
+        (lambda c: adopt(c, "old", [7, 7]), IntegrityError, "request 'old': block 7 is adopted twice"),
+        (lambda c: adopt(c, "old", [7, 2]), IntegrityError, "adopted block 2 already belongs to request 'old'"),
+        (lambda c: adopt(c, "old", [NULL]), IntegrityError, "adopted block 0 is the null block"),
+        (lambda c: adopt(c, "old", [16]), IntegrityError, "adopted block 16 is outside"),
     ],
 )
 def test_a_refused_call_says_why_and_changes_nothing(
@@ -170,12 +172,12 @@ def test_a_refused_call_says_why_and_changes_nothing(
     assert state_of(collector, "old", "new") == before
     collector.check_integrity()
     # The handle that a refused newcomer would have had is still free for the next one.
-    collector.commit("next", TABLE, blocks(6), physical=12, keep=4)
+    commit(collector, "next", TABLE, blocks(6), physical=12, keep=4)
     collector.check_integrity()
 
 
 def test_a_step_of_old_and_new_requests(collector: Collector) -> None:
-    collector.adopt("old", [1, 3])
+    adopt(collector, "old", [1, 3])
     done = collector.commit_all(
         ["old", "new", "other"],
         [13, 12, 8],
@@ -253,7 +255,7 @@ def test_columns_of_a_step_must_fit(collector: Collector) -> None:
 def test_a_refused_batch_of_new_blocks_says_why_and_changes_nothing(
     collector: Collector, names: list[str], counts: list[int], new: list[int], error: type[Exception], message: str
 ) -> None:
-    collector.commit("b", blocks(10, 11), blocks(10), physical=8, keep=4)
+    commit(collector, "b", blocks(10, 11), blocks(10), physical=8, keep=4)
     before = state_of(collector, "old", "b")
     with pytest.raises(error, match=message):
         collector.adopt_all(names, counts, new)
@@ -268,8 +270,8 @@ def test_a_refused_batch_of_new_blocks_says_why_and_changes_nothing(
 
 def test_requests_without_evictions_are_not_the_ledgers_business(collector: Collector) -> None:
     before = state_of(collector, "old", "unknown")
-    collector.adopt("unknown", [2, 99])  # not even looked at
-    collector.adopt("old", [])
+    adopt(collector, "unknown", [2, 99])  # not even looked at
+    adopt(collector, "old", [])
     assert collector.release("unknown") == 0
     assert state_of(collector, "old", "unknown") == before
 
@@ -299,7 +301,7 @@ def test_check_integrity_compares_the_pool_with_the_ledger(
 
 
 def test_dead_blocks_are_those_that_requests_own_in_vain(collector: Collector) -> None:
-    collector.commit("new", blocks(6, 8, 9), blocks(6, 8), physical=12, keep=8)
+    commit(collector, "new", blocks(6, 8, 9), blocks(6, 8), physical=12, keep=8)
     live = np.array([5 * BLOCK_SIZE + 3, 8 * BLOCK_SIZE, 8 * BLOCK_SIZE], np.int64)
     assert collector.dead_blocks(["old", "new", "unknown"], live).tolist() == [2, 6]
     assert collector.dead_blocks(["new"], live[1:]).tolist() == [6]
@@ -328,6 +330,97 @@ def test_the_sweep_finds_what_two_nested_loops_find(data: st.DataObject, block_s
     live = [block * block_size + offset for block, offset in drawn]
     expected = [block for block in dict.fromkeys(held) if not any(slot // block_size == block for slot in live)]
     assert dead_blocks(blocks(*held), np.array(live, np.int64), block_size).tolist() == expected
+
+
+def test_a_sweep_survives_that_its_arguments_are_written_to() -> None:
+    """It runs without the GIL: what it finds may be wrong then, and nothing else."""
+    held, live = np.arange(200_000, dtype=np.int32), np.arange(0, 800_000, 8, dtype=np.int64)
+    others = np.random.default_rng(0).integers(0, 2**31 - 1, len(held)).astype(np.int32)
+    running = threading.Event()
+    running.set()
+
+    def scribble() -> None:
+        while running.is_set():
+            held[:] = others
+            held[:] = np.arange(len(held))
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    refused = 0
+    try:
+        for _ in range(100):
+            dead_blocks(held, live[:0], BLOCK_SIZE)  # which looks twice at each block, and must not rely on the first
+            try:
+                dead_blocks(held, live, BLOCK_SIZE)
+            except IntegrityError:
+                refused += 1
+    finally:
+        running.clear()
+        writer.join()
+    assert refused > 0, "the arguments did change"
+    assert len(dead_blocks(np.arange(200_000, dtype=np.int32), live, BLOCK_SIZE)) == 100_000
+
+
+NUMBERS: st.SearchStrategy[Any] = st.integers(0, 16) | st.sampled_from(
+    [-1, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, -(2**63), 2**64, 1.5, None, "3", True, np.int64(4)]
+)
+ARRAYS: st.SearchStrategy[Any] = st.lists(st.integers(-1, 17), max_size=4).map(
+    lambda ids: np.array(ids, np.int32)
+) | st.sampled_from(
+    [
+        *(np.array([1, 3]).astype(kind) for kind in ("i1", "u1", "i8", "u4", "u8", "f4", "?", "O", ">i4")),
+        np.array(3, np.int32),
+        np.zeros((2, 2), np.int32),
+        np.arange(16, dtype=np.int32)[::-5],
+        np.lib.stride_tricks.as_strided(np.ones(1, np.int32), (5,), (0,)),
+        np.array(["1"]),
+        [1, 2],
+        None,
+    ]
+)
+NAMES = st.sampled_from(["old", "new", "a\0b", "#0", ""])
+
+
+@st.composite
+def hostile_calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
+    kind = draw(st.sampled_from(["plan", "commit_all", "adopt_all", "dead_blocks", "PoolView"]))
+    if kind == "plan":
+        return kind, (draw(NAMES), draw(ARRAYS), draw(ARRAYS), draw(NUMBERS), draw(NUMBERS))
+    if kind in ("dead_blocks", "PoolView"):
+        return kind, (draw(ARRAYS), draw(ARRAYS))
+    size = draw(st.integers(0, 3))
+    names = draw(st.lists(NAMES, min_size=size, max_size=size))  # the same one several times, too
+
+    def column() -> list[Any]:
+        return draw(st.lists(NUMBERS, min_size=size, max_size=size))
+
+    if kind == "adopt_all":
+        return kind, (names, draw(st.just([1] * size) | st.builds(column)), column())
+    moves = draw(st.dictionaries(st.sampled_from([0, 1, 2, -1, 2**64]), st.tuples(ARRAYS, ARRAYS), max_size=3))
+    return kind, (names, column(), column(), TableEnds(column(), column(), column()), moves)
+
+
+@given(calls=st.lists(hostile_calls(), max_size=12))
+def test_whatever_is_passed_the_ledger_stays_whole(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+    collector = Collector(num_blocks=16, block_size=BLOCK_SIZE, null_block=NULL)
+    commit(collector, "old", blocks(1, 2, 3, 4), blocks(5, 2), physical=15, keep=6)
+    names = ("old", "new", "a\0b", "#0", "")
+    for kind, arguments in calls:
+        before = state_of(collector, *names)
+        try:
+            if kind == "dead_blocks":
+                dead_blocks(*arguments, BLOCK_SIZE)
+            elif kind == "PoolView":
+                collector.check_integrity(PoolView(*arguments))
+            else:
+                getattr(collector, kind)(*arguments)
+        except (ValueError, TypeError, IntegrityError):
+            assert state_of(collector, *names) == before
+        collector.check_integrity()
+    for name in names:
+        collector.release(name)
+    assert len(collector) == 0
+    collector.check_integrity(PoolView(np.arange(1, 16, dtype=np.int32), blocks()))
 
 
 class Step:
@@ -444,7 +537,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.stop(request_id)  # as vLLM preempts
             return
         new = self.take(needed)
-        self.collector.adopt(request_id, new)
+        adopt(self.collector, request_id, new)
         self.tables[request_id] += new
         self.slots[request_id] = slots
 
@@ -507,7 +600,7 @@ class PoolMachine(RuleBasedStateMachine):
         if holes.sum() > len(self.free):
             return
         dst[holes] = self.take(int(holes.sum()))
-        freed = self.collector.commit(*arguments, dst, slots, keep).tolist()
+        freed = commit(self.collector, *arguments, dst, slots, keep).tolist()
         assert freed == [block for block in reversed(table) if block not in dst]
         self.put(freed)
         self.tables[request_id], self.slots[request_id] = dst.tolist(), keep
@@ -606,7 +699,7 @@ class PoolMachine(RuleBasedStateMachine):
         thief = data.draw(st.sampled_from(thieves))
         table = self.tables[thief]
         with pytest.raises(IntegrityError, match=f"belongs to request '{victim}'"):
-            self.collector.commit(thief, blocks(*table), blocks(self.tables[victim][0]), self.slots[thief], 1)
+            commit(self.collector, thief, blocks(*table), blocks(self.tables[victim][0]), self.slots[thief], 1)
 
     @invariant()
     def free_and_live_and_null_are_the_pool(self) -> None:

@@ -92,10 +92,6 @@ class Collector {
   // nor a destination of another eviction, nor in the table of another one, which is read until the step is over.
   [[nodiscard]] Committed commit_all(std::span<const Eviction> evictions);
 
-  // Records one eviction that is not in place; returns the blocks to give back.
-  [[nodiscard]] std::vector<BlockId> commit(Handle request, std::span<const BlockId> blocks,
-                                            std::span<const BlockId> dst, std::int64_t physical, std::int64_t keep);
-
   // Appends the blocks that the pool gave to requests of the ledger in one step, all of them or, if one is wrong, none;
   // what it gave to other requests is not looked at. A request may occur several times.
   //
@@ -104,9 +100,6 @@ class Collector {
   // range, named twice, or owned already.
   void adopt_all(std::span<const Handle> requests, std::span<const std::int32_t> counts,
                  std::span<const BlockId> blocks);
-
-  // Does so for one request.
-  void adopt(Handle request, std::span<const BlockId> blocks);
 
   // Forgets a request (finished, aborted or preempted). Returns its evicted tokens, 0 for a request not in the ledger.
   std::int64_t release(Handle request);
@@ -150,7 +143,6 @@ class Collector {
   void check_table(Handle request, std::span<const BlockId> blocks, std::int64_t physical, std::int64_t keep) const;
   void check_in_place(const Eviction& eviction) const;
   void check_move(const Eviction& eviction) const;
-  void check_split(std::size_t requests, std::span<const std::int32_t> counts, std::size_t blocks) const;
   void check_together(std::span<const Eviction> evictions) const;
   [[nodiscard]] Committed outcome(std::span<const Eviction> evictions) const;
   void check_if_debug() const;

@@ -44,6 +44,8 @@ class Answers:
         arrived = [messages_of(asked, counts) for asked, counts in self._counts.finished()]
         if self._producer is not None:
             self._producer.publish(np.concatenate(arrived) if arrived else np.empty(0, MESSAGE))
+            if self._producer.broken:
+                self._fall_silent("something has written over the shared memory")
         if asks is None or self._mute:
             return
         if self._producer is None:
@@ -51,15 +53,22 @@ class Answers:
                 self._producer = Producer(asks.ring)
             except BridgeError as error:
                 # It was there when the engine started. Somebody has removed it; requests need not suffer for that.
-                self._mute = True
-                logger.warning(
-                    "no more answers to the scheduler, so that thresholds evict nothing, only max_keep does, until the "
-                    "engine is started again: %s",
-                    error,
-                )
+                self._fall_silent(str(error))
                 return
         if not self._counts.submit(self._compactor.count(asks.slots, asks.threshold), asks):
             logger.warning_once("the GPU is so far behind that an answer was left out; the scheduler will ask again")
+
+    def _fall_silent(self, why: str) -> None:
+        """Answer nothing any more, and keep nothing that waits to be sent."""
+        self._mute = True
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+        logger.warning(
+            "no more answers to the scheduler, so that thresholds evict nothing, only max_keep does, until the engine "
+            "is started again: %s",
+            why,
+        )
 
 
 def messages_of(asked: StepAsks, counts: IntArray) -> Messages:

@@ -1,4 +1,4 @@
-"""Fragmentation of the running engine: slots that requests hold over slots that they use, looked at once a second."""
+"""Fragmentation of the running engine: slots that requests hold over slots that they use, counted once a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from nitro.collector import Collector
 
-INTERVAL = 1.0  # seconds; all running requests are looked at, which is too much for each step and nothing in a second
+INTERVAL = 1.0  # seconds between two counts: to look at all running requests is too much for each step,
+PART = 128  # and for one: thousands take milliseconds, since their objects are far apart in memory
 
 
 class SlotUse(NamedTuple):
@@ -33,7 +34,10 @@ class SlotUse(NamedTuple):
 
 
 class SlotWatch:
-    """Counts slots where the last count is old enough, or nobody runs any more."""
+    """Counts slots where the last count is old enough, or nobody runs any more.
+
+    A count of many requests takes several steps, a part of them in each.
+    """
 
     def __init__(
         self, manager: FullAttentionManager, collector: Collector, clock: Callable[[], float] = time.monotonic
@@ -48,18 +52,30 @@ class SlotWatch:
         self._manager, self._collector, self._clock = manager, collector, clock
         self._next = -float("inf")
         self._idle = False
+        self._left: list[Request] = []  # of the count that is under way
+        self._use = SlotUse()  # of those that it has looked at
 
     def look(self, running: Sequence[Request]) -> SlotUse | None:
-        """Return the slots of the requests that run, or None if it is too early to count again."""
+        """Return the slots of the requests that run, or None if it is too early to count again, or more are to come."""
         idle = not running
-        if self._clock() < self._next and idle <= self._idle:
+        if idle > self._idle or (not self._left and self._clock() >= self._next):
+            self._next, self._idle = self._clock() + INTERVAL, idle
+            self._left, self._use = list(running), SlotUse()
+        elif not self._left:
             return None
-        self._next, self._idle = self._clock() + INTERVAL, idle
+        self._use = self._with(self._left[:PART])
+        del self._left[:PART]
+        return None if self._left else self._use
+
+    def _with(self, requests: Sequence[Request]) -> SlotUse:
+        """Return what was counted, and these requests, except for those that do not run any more."""
         size, tables, evicted = self._manager.block_size, self._manager.req_to_blocks, self._collector.evicted
-        total = live = worst_held = worst_used = 0
-        for request in running:
+        total, live, worst_held, worst_used = self._use
+        for request in requests:
             name = request.request_id
-            held, gone = len(tables[name]) * size, evicted(name)
+            if not (blocks := tables.get(name)):
+                continue
+            held, gone = len(blocks) * size, evicted(name)
             used = request.num_computed_tokens - gone
             total += held
             live += used

@@ -223,6 +223,50 @@ def test_slots_in_use_travel_once_a_second_and_when_the_last_request_has_ended(s
     assert [use for item in sim.stats if (use := stats.take_slots(item))] == [SlotUse()], "nobody runs any more"
 
 
+def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nitro.integration.vllm import slots
+
+    monkeypatch.setattr(slots, "PART", 3)
+    sim = simulate(num_blocks=200, chunk=512)
+    side = sim.scheduler.nitro  # type: ignore[attr-defined]
+    names = [sim.add(prompt(60 + number, number), 40) for number in range(8)]
+    for _ in range(12):
+        sim.step()
+    running, now = sim.scheduler.running, [0.0]
+    assert len(running) == 8
+    watch = slots.SlotWatch(side.manager, side.collector, lambda: now[0])
+
+    def each(names: list[str]) -> list[tuple[int, int]]:
+        tables, requests = side.manager.req_to_blocks, sim.scheduler.requests
+        gone = [side.collector.evicted(name) for name in names]
+        assert all(gone)
+        used = [requests[name].num_computed_tokens - less for name, less in zip(names, gone, strict=True)]
+        return [(len(tables[name]) * BLOCK, count) for name, count in zip(names, used, strict=True)]
+
+    def expected(names: list[str]) -> slots.SlotUse:
+        found = each(names)
+        worst = max(found, key=lambda use: use[0] / use[1])
+        return slots.SlotUse(sum(held for held, _ in found), sum(used for _, used in found), *worst)
+
+    for _ in range(2):
+        assert [watch.look(running), watch.look(running)] == [None, None]
+        use = watch.look(running)
+        assert use is not None
+        assert use == expected(names)
+        assert watch.look(running) is None, "the second is not over"
+        now[0] += slots.INTERVAL
+    # Those that go before their turn are not counted, and a count is given up when nobody runs any more.
+    assert watch.look(running) is None
+    sim.abort(names[7])
+    sim.abort(names[4])
+    assert watch.look(running) is None
+    assert watch.look(running) == expected([names[i] for i in (0, 1, 2, 3, 5, 6)])
+    now[0] += slots.INTERVAL
+    assert watch.look(running) is None
+    assert watch.look([]) == slots.SlotUse()
+    sim.drain()
+
+
 def test_the_metrics_say_how_slots_are_used() -> None:
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.stats import SchedulerStats

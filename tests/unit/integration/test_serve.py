@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -68,11 +69,17 @@ def server(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
             process.wait(60)
 
 
-def metric(url: str, name: str) -> float:
+def metrics(url: str) -> dict[str, float]:
+    """Return the only engine's metrics, as a Prometheus server reads them."""
     text = httpx.get(f"{url}/metrics", timeout=10).text
-    found = re.search(rf"^{name}{{[^}}]*}} ([0-9.e+]+)$", text, re.MULTILINE)
-    assert found, f"{name} is not among: {sorted(set(re.findall('^(nitro[^{ ]*)', text, re.MULTILINE)))}"
-    return float(found[1])
+    families = text_string_to_metric_families(text)
+    return {s.name: s.value for family in families for s in family.samples if s.labels.get("engine") == "0"}
+
+
+def metric(url: str, name: str) -> float:
+    found = metrics(url)
+    assert name in found, f"{name} is not among: {sorted(key for key in found if key.startswith('nitro'))}"
+    return found[name]
 
 
 def prompt(seed: int, length: int = 120) -> list[int]:
@@ -116,6 +123,47 @@ def test_many_clients_at_once(server: tuple[str, Path]) -> None:
     assert evictions >= 13 * 4
     assert metric(url, "nitro:tokens_evicted_total") >= 13 * (48 + 3 * 24)
     assert metric(url, "nitro:blocks_freed_total") > 0
+
+
+FRAGMENTATION = ("allocated_slots", "live_slots", "fragmentation_ratio", "request_fragmentation_ratio_max")
+
+
+def test_fragmentation_of_the_running_engine(server: tuple[str, Path]) -> None:
+    url, _ = server
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def ask(seed: int) -> object:
+        return client.completions.create(
+            model="tiny", prompt=prompt(seed), max_tokens=390, temperature=0, extra_body={"ignore_eos": True}
+        )
+
+    seen: list[tuple[float, ...]] = []
+    with ThreadPoolExecutor(8) as pool:
+        waves = 0
+        while len({use for use in seen if use[0] and not math.isnan(use[3])}) < 3 and waves < 20:
+            waves += 1
+            asked = [pool.submit(ask, 100 * waves + number) for number in range(8)]
+            while not all(answer.done() for answer in asked):
+                found = metrics(url)
+                seen.append(tuple(found[f"nitro:{name}"] for name in FRAGMENTATION))
+                time.sleep(0.05)
+            assert [answer.result() for answer in asked]
+    busy = [use for use in seen if use[0]]
+    assert len(set(busy)) >= 3, "it is counted about once a second while they run"
+    for allocated, live, ratio, worst in busy:
+        assert allocated % 32 == 0
+        assert 0 < live <= allocated <= 59 * 32
+        assert ratio == allocated / live
+        assert math.isnan(worst) or 1 <= worst <= 1 + 32 / BUDGET
+    assert any(not math.isnan(worst) for *_, worst in busy)
+    for _ in range(20):  # the last report may come after the last answer
+        if metric(url, "nitro:allocated_slots") == 0:
+            break
+        time.sleep(0.2)
+    found = metrics(url)
+    assert (found["nitro:allocated_slots"], found["nitro:live_slots"]) == (0, 0)
+    assert math.isnan(found["nitro:fragmentation_ratio"])
+    assert math.isnan(found["nitro:request_fragmentation_ratio_max"])
 
 
 def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:

@@ -95,8 +95,15 @@ def test_what_came_while_a_question_was_on_its_way_is_asked_about_soon(simulate:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("seed", "lag", "num_blocks", "changes"),
-    [(11, 0, 13, {}), (12, 1, 13, {}), (13, 1, 24, {}), (14, 1, 24, BY_DATA)],
-    ids=["11", "12", "13", "14-threshold"],
+    [
+        (11, 0, 13, {}),
+        (12, 1, 13, {}),
+        (13, 1, 24, {}),
+        (14, 1, 24, BY_DATA),
+        (15, 0, 18, BY_DATA),
+        (16, 1, 18, {"budget": 33, "slack": 1}),
+    ],
+    ids=["11", "12", "13", "14-threshold", "15-threshold", "16-slack-1"],
 )
 def test_long_lives(simulate: Make, seed: int, lag: int, num_blocks: int, changes: dict[str, Any]) -> None:
     started = time.perf_counter()

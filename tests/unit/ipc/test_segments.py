@@ -88,6 +88,21 @@ def test_segments_of_a_killed_engine_are_removed_and_no_other_ones(caplog: pytes
             path.unlink()
 
 
+@pytest.mark.parametrize(
+    "name", [b"\xff\xfe-0", b"x" * 16 + b"-0", b"0" * 16 + b"-99999999999", b"0" * 16 + b"-0\n", b""]
+)
+def test_names_that_no_segment_has_are_passed_over(name: bytes) -> None:
+    """Anybody may write to /dev/shm: what others call their files must not keep an engine from starting."""
+    path = os.fsencode(SHARED_MEMORY / f"nitro-{os.geteuid()}-") + name
+    with open(path, "wb") as file:
+        file.write(bytes(4096))
+    try:
+        assert collect_stale() == []
+        assert os.path.exists(path)
+    finally:
+        os.unlink(path)
+
+
 def test_an_engine_starts_beside_what_a_killed_one_left() -> None:
     """Its worker may still write there: into memory that only the worker has."""
     with engine() as (child, names):
