@@ -284,7 +284,7 @@ class RaggedBatch:
                 f"lengths is of {count} requests, but block_tables of {len(tables.counts)}, keep of {len(kept)} "
                 f"and protect of {len(protected)}"
             )
-        _check_counts(sizes, kept, protected, window)
+        check_counts(sizes, kept, protected, window)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         most_kept = kept.max(axis=tuple(range(1, kept.ndim)), initial=0)
@@ -321,9 +321,10 @@ class RaggedBatch:
         return replace(self, keep=counts)
 
 
-def _check_counts(
+def check_counts(
     lengths: npt.NDArray[np.int32], keep: npt.NDArray[np.int32], protect: npt.NDArray[np.int32], window: int
 ) -> None:
+    """Raise ValueError unless each request keeps what has to stay, and no more than it has; numbers on the host."""
     if window < 0:
         raise ValueError(f"window={window} must not be negative")
     for name, x in (("lengths", lengths), ("protect", protect)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +23,15 @@ from nitro.kernels.select import TILES, select_ragged, threshold_ragged
 from nitro.kernels.tables import Tables
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
+from nitro.static_events import SIZES, Numbers, StaticEvent, StaticEvents
 from nitro.types import IntArray, StepPlan
 
 logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
+STATIC_BYTES = 64 * 2**20
+"""Of those, what evictions of the usual size may take for themselves."""
 _BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
 _TRIAL_LAYERS = 2
 T = TypeVar("T")
@@ -64,6 +69,7 @@ class KernelCompactor(Compactor):
         window: int,
         seed: int,
         longest: int,
+        usual: int = 0,
         counts: bool = False,
         stable_id: Callable[[str], str] = str,
     ) -> None:
@@ -78,6 +84,8 @@ class KernelCompactor(Compactor):
             window: as above.
             seed: as above.
             longest: most slots of a request; the kernels for all lengths up to it are compiled here and now.
+            usual: slots that most evictions begin with, at most; those are made at fixed addresses, on GPUs by CUDA
+                graphs, if the policy is ``capturable``. 0: none are.
             counts: whether ``count`` will be called, so that its kernels are compiled, too.
             stable_id: as in ``Compactor``.
         """
@@ -88,9 +96,13 @@ class KernelCompactor(Compactor):
         self.head_ids = torch.tensor(head_ids, dtype=torch.int64, device=device)
         shape = (layers.num_layers, layers.num_blocks, layers.num_kv_heads, layers.block_size)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._static: StaticEvents | None
         self._longest, self._counts = longest, counts
+        self._usual, self._static = 0, None
         self.set_policy(policy)
         self._warm_up(policy)
+        self._usual = usual
+        self._static = self._make_static()
 
     def set_policy(self, policy: Policy) -> None:
         """Score with another policy from now on, after a trial on random K and V of this worker's shape and dtype.
@@ -130,6 +142,32 @@ class KernelCompactor(Compactor):
             x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
             checked_score_ragged(policy, x)
         self.policy = policy
+        self._static = self._make_static()
+
+    def _make_static(self) -> StaticEvents | None:
+        """Return what makes evictions of the usual size, if there are any and their memory suffices."""
+        each = _BYTES_PER_SLOT * self.layers.num_layers * self.layers.num_kv_heads * self._usual
+        sizes = [requests for requests in SIZES if requests * each <= STATIC_BYTES]
+        if not self._usual or not sizes or not self.policy.capturable:
+            return None
+        started = time.monotonic()
+        shape = {"block_size": self.block_size, "window": self.window, "blocks": self.layers.num_blocks}
+        events = [StaticEvent(self._evict_static, requests, self._usual, **shape) for requests in sizes]
+        made = StaticEvents(events, self.layers.device)
+        logger.info(
+            "prepared evictions of up to %d requests of %d slots in %.1f s",
+            made.most,
+            self._usual,
+            time.monotonic() - started,
+        )
+        return made
+
+    def _evict_static(self, batch: RaggedBatch, first: Tensor, shift: Tensor, logical: Tensor) -> None:
+        """Launch what an eviction takes; of the numbers, only the device's may be used (``Policy.capturable``)."""
+        slots, keys = [batch.max_length] * batch.num_requests, [0] * batch.num_requests
+        x = self._ragged(batch, slots, slots, logical, keys, newest_last=True)
+        stamp_positions(self.layers, batch, self.positions, first, shift)
+        self._score_part(x, _keep_selected)
 
     def _warm_up(self, policy: Policy) -> None:
         """Compile what a step may launch, on blocks that nobody uses yet."""
@@ -172,23 +210,62 @@ class KernelCompactor(Compactor):
             copy_blocks(self.layers, self.positions, to_device([pairs], self.layers.device)[0])
         blocks, ends = plan.stitched_blocks(), plan.src_ends()
         kept = []
-        for group in self._groups(plan.physical_len):
+        for group, usual in self._kinds(plan, before):
             part = blocks[ends[group.start - 1] if group.start else 0 : ends[group.stop - 1]]
-            self._compact_group(plan, before, group, part)
+            (self._compact_usual if usual else self._compact_group)(plan, before, group, part)
             if self.records is not None:
                 tables = np.split(part, ends[group][:-1] - ends[group.start] + plan.num_src()[group.start])
                 kept += [self._kept(*item) for item in zip(tables, plan.keep[group].tolist(), strict=True)]
         return kept if self.records is not None else None
 
+    def _kinds(self, plan: StepPlan, before: Before) -> Iterator[tuple[slice, bool]]:
+        """Yield parts of a step, and whether their evictions are usual ones."""
+        lengths = plan.physical_len
+        usual = np.zeros(len(plan), bool)
+        if self._static is not None:
+            usual = (lengths <= self._usual) & self._newest_last(before, lengths, slice(None))
+        # Those of prompts come last in a plan, so that there are hardly more parts than kinds.
+        edges = [0, *(np.flatnonzero(np.diff(usual)) + 1).tolist(), len(plan)]
+        for start, stop in itertools.pairwise(edges):
+            if self._static is not None and usual[start]:
+                for at in range(start, stop, self._static.most):
+                    yield slice(at, min(at + self._static.most, stop)), True
+            else:
+                for part in self._groups(lengths[start:stop]):
+                    yield slice(start + part.start, start + part.stop), False
+
+    def _newest_last(self, before: Before, lengths: IntArray, group: slice) -> npt.NDArray[np.bool_]:
+        """Return of which requests the newest slots stand last and in order; older ones may be in any order."""
+        result: npt.NDArray[np.bool_] = (before.epoch[group] == 0) | (lengths - before.kept[group] >= self.window)
+        return result
+
+    def _compact_usual(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray) -> None:
+        assert self._static is not None
+        self._static.run(
+            Numbers(
+                Tables(blocks, plan.num_src()[group]),
+                plan.physical_len[group],
+                plan.keep[group],
+                plan.protect[group],
+                before.kept[group],
+                before.evicted[group],
+                plan.logical_len[group],
+            )
+        )
+
     def _groups(self, lengths: IntArray) -> Iterator[slice]:
         """Yield parts of a step whose scratch memory is bounded, unless a request is too large by itself."""
-        room = SCRATCH_BYTES // (_BYTES_PER_SLOT * self.layers.num_layers * self.layers.num_kv_heads)
+        room = self._scratch() // (_BYTES_PER_SLOT * self.layers.num_layers * self.layers.num_kv_heads)
         ends = np.cumsum(lengths, dtype=np.int64)
         start = taken = 0
         while start < len(lengths):
             stop = max(int(np.searchsorted(ends, taken + room, side="right")), start + 1)
             yield slice(start, stop)
             start, taken = stop, int(ends[stop - 1])
+
+    def _scratch(self) -> int:
+        """Return how much memory evictions may take that are not usual ones."""
+        return SCRATCH_BYTES if self._static is None else SCRATCH_BYTES - STATIC_BYTES
 
     def _compact_group(self, plan: StepPlan, before: Before, group: slice, blocks: IntArray) -> None:
         """Compact some of a step's requests."""
@@ -218,13 +295,12 @@ class KernelCompactor(Compactor):
             plan.keep[group],
             plan.protect[group],
         )
-        # What was written since the last eviction stands last and in order; older slots may be in any order.
-        newest_last = bool(((before.epoch[group] == 0) | (lengths - first >= self.window)).all())
+        newest_last = bool(self._newest_last(before, lengths, group).all())
         return self._score(*batch, lengths.tolist(), logical.tolist(), before.keys[group], newest_last, use)
 
     def _layers_at_once(self, total: int) -> int:
         """Return how many layers' scratch memory fits; an even number, or all."""
-        fit = SCRATCH_BYTES // max(_BYTES_PER_SLOT * self.layers.num_kv_heads * total, 1)
+        fit = self._scratch() // max(_BYTES_PER_SLOT * self.layers.num_kv_heads * total, 1)
         return self.layers.num_layers if fit >= self.layers.num_layers else max(2, fit // 2 * 2)
 
     def _ragged(

@@ -85,17 +85,25 @@ class Policy(ABC):
     - free of side effects: it changes neither its input nor itself.
 
     Sinks and window are forced by the selection, so a policy need not treat them specially.
+
+    Attributes:
+        name: what users write.
+        capturable: whether a CUDA graph may hold ``score_ragged``: it only launches kernels, and looks at none of the
+            lists that it is given, which tell of another step when the graph runs.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
+    capturable: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Do not let a policy with a formula of its own inherit the kernels of another formula."""
+        """Do not let a policy with a formula of its own inherit another one's kernels, or what is said of those."""
         super().__init_subclass__(**kwargs)
         if "score" in cls.__dict__ and "score_ragged" not in cls.__dict__:
             cls.score_ragged = Policy.score_ragged  # type: ignore[method-assign]
+        if not {"score", "score_ragged"}.isdisjoint(cls.__dict__) and "capturable" not in cls.__dict__:
+            cls.capturable = False
 
     @abstractmethod
     def score(self, x: ScoreInput) -> Tensor:

@@ -44,6 +44,7 @@ class Gravity(Policy):
     """
 
     name: ClassVar[str] = "gravity"
+    capturable: ClassVar[bool] = True
     softening: float = 0.1
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class KeyDiff(Policy):
     """
 
     name: ClassVar[str] = "keydiff"
+    capturable: ClassVar[bool] = True
 
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated cosine between each key and the anchor."""

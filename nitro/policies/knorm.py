@@ -22,6 +22,7 @@ class KNorm(Policy):
     """
 
     name: ClassVar[str] = "knorm"
+    capturable: ClassVar[bool] = True
 
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated norm of each key."""

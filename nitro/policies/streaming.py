@@ -24,6 +24,7 @@ class Streaming(Policy):
     """
 
     name: ClassVar[str] = "streaming"
+    capturable: ClassVar[bool] = True
 
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated age of each slot, in tokens."""

@@ -23,6 +23,7 @@ class VNorm(Policy):
     """
 
     name: ClassVar[str] = "vnorm"
+    capturable: ClassVar[bool] = True
 
     def score(self, x: ScoreInput) -> Tensor:
         """Return the norm of each value."""

@@ -6,7 +6,10 @@ logical positions, and what another policy or request must not have changed are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from nitro.compactor import Compactor, request_key
 from nitro.dense_compactor import DenseCompactor
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
+from nitro.static_events import Numbers, StaticEvents
 from nitro.types import Eviction, StepPlan
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
@@ -73,6 +77,7 @@ class World:
         device: str = "cpu",
         num_blocks: int = 64,
         dtype: torch.dtype = torch.float32,
+        usual: int = 0,
     ) -> None:
         """Kernels get caches of this dtype, the dense compactor the same numbers in float32."""
         shape = (LAYERS, num_blocks, BLOCK, HEADS, 2 * DIM)
@@ -84,7 +89,14 @@ class World:
         if kind == "kernel":
             layers = PagedLayers.of(self.caches)
             self.compactor = KernelCompactor(
-                layers, range(LAYERS), range(HEADS), policies.get(policy), longest=LONGEST, counts=True, **options
+                layers,
+                range(LAYERS),
+                range(HEADS),
+                policies.get(policy),
+                longest=LONGEST,
+                usual=usual,
+                counts=True,
+                **options,
             )
         else:
             dense = [Caches(cache) for cache in self.caches]
@@ -211,11 +223,17 @@ class World:
 
 
 def check_history(
-    policy: str, *, seed: int, device: str = "cpu", steps: int = 6, dtype: torch.dtype = torch.float32
+    policy: str,
+    *,
+    seed: int,
+    device: str = "cpu",
+    steps: int = 6,
+    dtype: torch.dtype = torch.float32,
+    usual: int = 0,
 ) -> None:
     """Requests with and without a shared prefix grow and are evicted, some of them in one step, often and seldom."""
     rng = np.random.default_rng(seed)
-    world = World("kernel", policy, device=device, dtype=dtype)
+    world = World("kernel", policy, device=device, dtype=dtype, usual=usual)
     twin = World("dense", policy, device="cpu", dtype=dtype) if policy in EXACT else None
     worlds = [world, *([twin] if twin else [])]
     for each in worlds:
@@ -233,6 +251,45 @@ def check_history(
                 keep[name] = int(rng.integers(SINKS + WINDOW, physical))
         results = [each.evict(keep) for each in worlds]
         assert all(result == results[0] for result in results)
+
+
+@contextmanager
+def counted_usual() -> Iterator[list[int]]:
+    """Collect how many requests each eviction of the usual size is of."""
+    found: list[int] = []
+    run = StaticEvents.run
+
+    def counted(self: StaticEvents, x: Numbers) -> None:
+        found.append(len(x.lengths))
+        run(self, x)
+
+    with mock.patch.object(StaticEvents, "run", counted):
+        yield found
+
+
+def check_usual(policy: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """Requests of the usual size, others, and those whose window has moved, in one step: each keeps what it should."""
+    with mock.patch("nitro.kernel_compactor.SIZES", (1, 2)):
+        world = World("kernel", policy, device=device, dtype=dtype, num_blocks=96, usual=40)
+    twin = World("kernel", policy, device=device, dtype=dtype, num_blocks=96)
+    names = [*(f"usual-{number}" for number in range(5)), "long", "close"]
+    for each in (world, twin):
+        for number, name in enumerate(names):
+            each.grow(name, 30 + number)
+        each.evict({"close": 20})
+        each.grow("close", 2)
+        each.grow("long", 20)
+    for keep in (dict.fromkeys(names, 18), {"usual-3": 16}, {}, {"usual-0": SINKS + WINDOW, "long": 17}):
+        with counted_usual() as found:
+            kept = world.evict(keep)
+        assert kept == twin.evict(keep)
+        if policies.get(policy).capturable:
+            assert found == {7: [2, 2, 1], 1: [1], 0: [], 2: [2]}[len(keep)]
+        else:
+            assert not found
+        for each in (world, twin):
+            for name in names:
+                each.grow(name, WINDOW + 1)
 
 
 def check_choice(policy: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:

@@ -73,6 +73,7 @@ def _compactor(
     heads: list[int],
     settings: Settings,
     longest: int,
+    usual: int,
     scales: Tensor | None,
 ) -> Compactor:
     """Return the compactor for these caches: with kernels where they can be used, otherwise in PyTorch.
@@ -84,6 +85,7 @@ def _compactor(
         heads: global indices of this worker's KV heads.
         settings: Nitro's.
         longest: most slots of a request.
+        usual: slots that most evictions begin with, at most; 0: not known, or no graphs are wanted.
         scales: of FP8 caches, ``[num_layers, 2, num_kv_heads]``.
 
     Raises:
@@ -98,7 +100,7 @@ def _compactor(
         paged = PagedLayers.of(caches, scales)
         counts = settings.threshold is not None
         return KernelCompactor(
-            paged, layers, heads, policy, longest=longest, counts=counts, stable_id=stable_id, **bounds
+            paged, layers, heads, policy, longest=longest, usual=usual, counts=counts, stable_id=stable_id, **bounds
         )
     if scales is not None:
         raise UnsupportedError(
@@ -145,6 +147,9 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
         caches.append(as_numbers(layer, kv))
         places.append(probe(layer, kv, runner.model_config.dtype))
     total = runner.model_config.get_total_num_kv_heads()
+    usual = 0
+    if settings.budget is not None and not runner.model_config.enforce_eager:
+        usual = min(settings.budget + settings.slack + group.kv_cache_spec.block_size, runner.max_model_len)
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     compactor = _compactor(
         caches,
@@ -153,6 +158,7 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
         heads=local_heads(total, rank, size),
         settings=settings,
         longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
+        usual=usual,
         scales=scales_of(attention, caches[0]),
     )
     # Counts are those of rank 0, or the ranks would have to agree first.

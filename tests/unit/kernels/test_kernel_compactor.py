@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import compactor_cases as cases
 import numpy as np
@@ -26,9 +28,42 @@ pytestmark = interpreted
 
 @pytest.mark.parametrize("policy", cases.POLICIES)
 @settings(max_examples=2)
-@given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, *FP8]))
-def test_histories(policy: str, seed: int, dtype: torch.dtype) -> None:
-    cases.check_history(policy, seed=seed, steps=4, dtype=dtype)
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, *FP8]), usual=st.sampled_from([0, 30]))
+def test_histories(policy: str, seed: int, dtype: torch.dtype, usual: int) -> None:
+    cases.check_history(policy, seed=seed, steps=4, dtype=dtype, usual=usual)
+
+
+@pytest.mark.parametrize("policy", cases.POLICIES)
+def test_evictions_of_the_usual_size(policy: str) -> None:
+    cases.check_usual(policy)
+
+
+def test_numbers_of_a_usual_eviction_are_checked() -> None:
+    world = cases.World("kernel", "streaming", usual=24)
+    world.grow("x", 20)
+    good = Eviction("x", 0, 20, 20, 12, 2, np.array([1, 2], np.int32), np.array([1, 2, 3], np.int32))
+    before = [cache.clone() for cache in world.caches]
+    for wrong, said in (
+        ({"keep": 7}, "keeps 7 slots"),
+        ({"src_blocks": np.array([1, 2, 64], np.int32)}, "block 64 is not within the cache's 64 blocks"),
+        ({"src_blocks": np.array([1, 2, -1], np.int32)}, "block -1 is not within"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            world.compactor.apply(StepPlan.of([dataclasses.replace(good, **wrong)], cases.BLOCK))
+    assert all(torch.equal(a, b) for a, b in zip(before, world.caches, strict=True))
+    assert world.compactor.evicted("x") == 0
+
+
+def test_policies_that_look_at_the_host_are_never_captured() -> None:
+    class Own(policies.get("keydiff").__class__):  # type: ignore[misc]
+        __slots__ = ()
+
+        def score_ragged(self, x: Any) -> Tensor:
+            return super().score_ragged(x)
+
+    assert policies.get("keydiff").capturable
+    assert not Own().capturable, "nobody said so"
+    assert cases.World("kernel", "random", usual=24).compactor._static is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *FP8], ids=str)
