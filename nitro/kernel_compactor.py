@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nitro.compactor import Before, Compactor
+from nitro.compactor import NO_ROTATIONS, Before, Compactor
 from nitro.kernels.blocks import copy_blocks, stamp_positions
 from nitro.kernels.compact import fill_ragged
 from nitro.kernels.newest import force_newest
@@ -21,13 +21,14 @@ from nitro.kernels.select import TILES, select_ragged, threshold_ragged
 from nitro.kernels.tables import Tables
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
+from nitro.policies.rotary import Rotations
 from nitro.types import IntArray, StepPlan
 
 logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
-_BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
+_BYTES_PER_SLOT = 32  # of one layer and KV head: scores and mask 5, scores that are combined and their ranks 24
 _TRIAL_LAYERS = 2
 T = TypeVar("T")
 _Use = Callable[[RaggedInput, Tensor, RaggedBatch], T]
@@ -65,6 +66,7 @@ class KernelCompactor(Compactor):
         seed: int,
         longest: int,
         counts: bool = False,
+        rotations: Rotations = NO_ROTATIONS,
         stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker, none of whose blocks is in use yet.
@@ -79,9 +81,12 @@ class KernelCompactor(Compactor):
             seed: as above.
             longest: most slots of a request; the kernels for all lengths up to it are compiled here and now.
             counts: whether ``count`` will be called, so that its kernels are compiled, too.
+            rotations: as in ``Compactor``.
             stable_id: as in ``Compactor``.
         """
-        super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
+        super().__init__(
+            layers.block_size, sinks=sinks, window=window, seed=seed, rotations=rotations, stable_id=stable_id
+        )
         self.layers = layers
         device = layers.device
         self.layer_ids = torch.tensor(layer_ids, dtype=torch.int64, device=device)
@@ -115,6 +120,7 @@ class KernelCompactor(Compactor):
             sinks=self.sinks,
             window=self.window,
             seed=self.seed,
+            rotations=self.rotations.layers[: len(caches)],
         )
         checked_score(policy, trial)
         blocks = -(-length // self.block_size)
@@ -126,9 +132,17 @@ class KernelCompactor(Compactor):
         (logical,) = to_device([np.array([length], np.int32)], keys.device)
         x = self._ragged(batch, [length], [length], logical, [0], newest_last=True)
         for newest_last in (True, False):
-            x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
+            x = dataclasses.replace(
+                x,
+                layers=drawn,
+                layer_ids=layer_ids,
+                positions=positions,
+                newest_last=newest_last,
+                rotations=trial.rotations,
+            )
             checked_score_ragged(policy, x)
         self.policy = policy
+        self._say_what_cannot_be_undone()
 
     def _warm_up(self, policy: Policy) -> None:
         """Compile what a step may launch, on blocks that nobody uses yet."""
@@ -238,6 +252,7 @@ class KernelCompactor(Compactor):
             newest_last=newest_last,
             sinks=self.sinks,
             seed=self.seed,
+            rotations=self.rotations.layers,
         )
 
     def _score(
@@ -286,7 +301,13 @@ class KernelCompactor(Compactor):
     @staticmethod
     def _part(x: RaggedInput, start: int, stop: int) -> RaggedInput:
         layers, part = x.layers.part(start, stop), slice(start, stop)
-        return dataclasses.replace(x, layers=layers, positions=x.positions[part], layer_ids=x.layer_ids[part])
+        return dataclasses.replace(
+            x,
+            layers=layers,
+            positions=x.positions[part],
+            layer_ids=x.layer_ids[part],
+            rotations=x.rotations[part],
+        )
 
     def _kept(self, blocks: IntArray, keep: int) -> IntArray:
         """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""

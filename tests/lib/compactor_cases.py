@@ -7,6 +7,7 @@ logical positions, and what another policy or request must not have changed are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from nitro.compactor import Compactor, request_key
 from nitro.dense_compactor import DenseCompactor
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
+from nitro.policies.rotary import Rotation, Rotations
 from nitro.types import Eviction, StepPlan
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
 SINKS, WINDOW = 2, 6
 LONGEST = 100  # slots of a request
-POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "gravity")
+POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "kvdiff", "vdiff", "gravity")
 EXACT = ("streaming", "random")  # integers and bits; the others' sums may round otherwise
 
 
@@ -29,6 +31,16 @@ def content(request: str, position: int) -> torch.Tensor:
     """K and V ``[L, H, 2 * D]`` of a token; requests that share a prefix have the name up to the colon in common."""
     seed = sum(ord(c) * 31**i for i, c in enumerate(request.split(":")[0])) * 100_003 + position
     return torch.randn(LAYERS, HEADS, 2 * DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def rotations(device: str) -> Rotations:
+    """Return rotations of different kinds: of all of a key and of a part of it."""
+    found: list[Rotation | None] = []
+    for layer in range(LAYERS):
+        rotary = DIM if layer % 2 else DIM // 2
+        angles = torch.arange(4 * LONGEST)[:, None] * 1e4 ** -(torch.arange(0, rotary, 2) / rotary)
+        found.append(Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1).to(device), interleaved=layer % 2 == 0))
+    return Rotations(tuple(found))
 
 
 class Caches:
@@ -79,7 +91,7 @@ class World:
         self.dtype = dtype
         data = torch.zeros(shape, device=device).to(dtype if kind == "kernel" else torch.float32).transpose(2, 3)
         self.caches = list(data)
-        options = {"sinks": SINKS, "window": WINDOW, "seed": 7}
+        options: dict[str, Any] = {"sinks": SINKS, "window": WINDOW, "seed": 7, "rotations": rotations(device)}
         self.compactor: Compactor
         if kind == "kernel":
             layers = PagedLayers.of(self.caches)

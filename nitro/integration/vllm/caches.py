@@ -18,6 +18,7 @@ from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.fp8 import as_numbers, scales_of
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
+from nitro.integration.vllm.rotary import find_rotations, speaks_of_rope
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
 from nitro.kernels.score import can_score
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nitro.config import Settings
+    from nitro.policies.rotary import Rotations
 
 logger = init_logger("vllm.plugins.nitro")
 
@@ -74,6 +76,7 @@ def _compactor(
     settings: Settings,
     longest: int,
     scales: Tensor | None,
+    rotations: Rotations,
 ) -> Compactor:
     """Return the compactor for these caches: with kernels where they can be used, otherwise in PyTorch.
 
@@ -85,21 +88,21 @@ def _compactor(
         settings: Nitro's.
         longest: most slots of a request.
         scales: of FP8 caches, ``[num_layers, 2, num_kv_heads]``.
+        rotations: how RoPE rotated the layers' keys.
 
     Raises:
         UnsupportedError: the caches are FP8, and there are no kernels for them.
     """
     policy = policies.get(settings.policy, **settings.policy_options)
-    bounds = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
+    bounds: dict[str, Any] = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
+    bounds |= {"rotations": rotations, "stable_id": stable_id}
     head_dim = caches[0].shape[3] // 2
     usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
     on_gpu = caches[0].device.type == "cuda"
     if on_gpu and usual:
         paged = PagedLayers.of(caches, scales)
         counts = settings.threshold is not None
-        return KernelCompactor(
-            paged, layers, heads, policy, longest=longest, counts=counts, stable_id=stable_id, **bounds
-        )
+        return KernelCompactor(paged, layers, heads, policy, longest=longest, counts=counts, **bounds)
     if scales is not None:
         raise UnsupportedError(
             f"Nitro has no kernels for this FP8 cache (on {caches[0].device}, head dimension {head_dim}, or the layout "
@@ -114,7 +117,7 @@ def _compactor(
             head_dim,
         )
     backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
-    return DenseCompactor(backend, layers, heads, policy, stable_id=stable_id, **bounds)
+    return DenseCompactor(backend, layers, heads, policy, **bounds)
 
 
 def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
@@ -154,6 +157,9 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
         settings=settings,
         longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
         scales=scales_of(attention, caches[0]),
+        rotations=find_rotations(
+            runner.get_model(), names, runner.model_config.dtype, speaks_of_rope(runner.model_config)
+        ),
     )
     # Counts are those of rank 0, or the ranks would have to agree first.
     if settings.threshold is None or rank:
