@@ -55,5 +55,7 @@ def value_differences(values: Tensor, bad: Tensor) -> Tensor:
     rows = zero_rows(values, bad)
     count = (~bad).sum(dim=-1, keepdim=True).clamp_min(1).unsqueeze(-1)
     # Layer by layer, as in `key_differences`.
-    norms = torch.stack([row_norms(one - one.sum(dim=-2, keepdim=True) / n) for one, n in zip(rows, count, strict=True)])
+    norms = torch.stack(
+        [row_norms(one - one.sum(dim=-2, keepdim=True) / n) for one, n in zip(rows, count, strict=True)]
+    )
     return norms.masked_fill(bad, torch.nan)
