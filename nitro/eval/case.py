@@ -101,5 +101,5 @@ def haystack(
 
 
 def depth_of(index: int, contexts: int, draw: random.Random) -> float:
-    """Return a depth in its stratum: contexts are spread evenly over the first nine tenths, as the end is kept anyway."""
+    """Return a depth: contexts have one stratum each of the first nine tenths; the end is kept anyway."""
     return 0.9 * (index + draw.random()) / contexts

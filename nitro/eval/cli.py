@@ -28,11 +28,9 @@ def evaluate(
             help="Separated by commas, each NAME or NAME:OPTION=VALUE:...; random and streaming run in any case."
         ),
     ] = "kvdiff,vdiff,keydiff",
-    budgets: Annotated[
-        str, typer.Option(help="Shares of the tokens that stay, separated by commas.")
-    ] = "0.5,0.25,0.165",
+    budgets: Annotated[str, typer.Option(help="Shares of tokens that stay, separated by commas.")] = "0.5,0.25,0.165",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of a context, separated by commas; multiples of the smallest.")
+        str, typer.Option(help="Tokens of contexts, separated by commas; multiples of the smallest.")
     ] = ("1024"),
     contexts: Annotated[int, typer.Option(help="Independent contexts for each cell of the grid.")] = 30,
     answer: Annotated[int, typer.Option(help="Tokens that each of the stories has.")] = 400,
@@ -45,7 +43,7 @@ def evaluate(
     limit: Annotated[float, typer.Option(help="Seconds after which no cell begins; 0: no limit.")] = 0.0,
     out: Annotated[Path, typer.Option(help="Results directory; the same command goes on there.")] = Path("nitro-eval"),
 ) -> None:
-    """Measure what evictions cost: tasks served by vLLM with Nitro, over policies and budgets, against the full cache."""
+    """Measure what evictions cost: tasks served by vLLM with Nitro, over policies and budgets, beside the full cache."""
     try:
         from nitro.eval import app
         from nitro.eval.settings import EvalSettings

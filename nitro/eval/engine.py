@@ -1,4 +1,4 @@
-"""The process of the engine: ``python -m nitro.eval.engine SPEC FD``. It runs the cells that SPEC names, and keeps them.
+"""The process of the engine: ``python -m nitro.eval.engine SPEC FD``. It runs the cells of SPEC, and keeps them.
 
 What there is to say goes to the file descriptor FD, in lines of JSON.
 """

@@ -42,10 +42,13 @@ def meaning(one: Mapping[str, Any]) -> str:
     """Return what the figures of a task's cells are."""
     if "exact" in one:
         return (
-            "Exact: every answer token is the argmax, teacher-forced [Wilson, 95 %]; NLL of the answer, nats a token."
+            "Exact: all answer tokens are the argmax, teacher-forced [Wilson, 95 %]; NLL of the answer, nats a token."
         )
     if "unique" in one:
-        return "NLL of the answer under the full cache, nats a token, against the full cache's own [95 %]; unique words; repeated 4-grams."
+        return (
+            "NLL of the answer under the full cache, nats a token, over that of the full cache's own answers [95 %]; "
+            "unique words; repeated 4-grams."
+        )
     return "NLL of the next 256 tokens against the full cache, nats a token [95 %]; KL from the full cache, at least."
 
 

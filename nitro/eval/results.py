@@ -86,5 +86,5 @@ def by_depth(rows: Sequence[Row]) -> list[dict[str, float]] | None:
 
 
 def measure(found: Mapping[str, Any]) -> Interval:
-    """Return the figure by which a cell is drawn: exactness, or what the log-likelihood loses against the full cache."""
+    """Return the figure by which a cell is drawn: exactness, or the NLL over that of the full cache."""
     return Interval(**found["exact"] if "exact" in found else found["nll_over_full"])

@@ -1,12 +1,13 @@
 """Serve the cells of an evaluation on one vLLM engine with Nitro.
 
-One engine is enough: a budget is a setting of each request, the full cache is ``enabled: false``, and the policy is changed
-on the running engine between cells, since the scheduler's counts do not depend on it.
+One engine is enough: a budget is a setting of each request, the full cache is ``enabled: false``, and the policy is
+changed on the running engine between cells, since the scheduler's counts do not depend on it.
 
 **Evicted before the question is read.** Prompts are prefilled in chunks, and every context ends where a chunk does. A
 request with a budget of b and a slack of n - b is due when it holds n tokens, so exactly once: when its context of n
-tokens has been computed, and before the question that follows is. What follows, question and answer, is the last chunk; its
-log-probabilities are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers' counters.
+tokens has been computed, and before the question that follows is. What follows, question and answer, is the last
+chunk; its log-probabilities are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers'
+counters.
 """
 
 from __future__ import annotations
@@ -182,6 +183,6 @@ class Server:
         wanted = (len(cases), sum(lost)) if cell.policy is not None else (0, 0)
         if found != wanted:
             raise EvalError(
-                f"{cell.title}: {found[0]} evictions of {found[1]} tokens, not {wanted[0]} of {wanted[1]}: requests were "
-                "not evicted once, at the end of their contexts. If some were preempted, lower --parallel"
+                f"{cell.title}: {found[0]} evictions of {found[1]} tokens, not {wanted[0]} of {wanted[1]}: requests "
+                "were not evicted once, at the end of their contexts. If some were preempted, lower --parallel"
             )

@@ -17,136 +17,26 @@ NOISE = (
 )
 """RULER's noise (https://arxiv.org/abs/2404.06654)."""
 CATEGORIES = {
-    "animals": [
-        "horse",
-        "rabbit",
-        "eagle",
-        "salmon",
-        "spider",
-        "donkey",
-        "turtle",
-        "monkey",
-        "pigeon",
-        "beetle",
-        "lizard",
-        "panther",
-    ],
-    "foods": [
-        "bread",
-        "cheese",
-        "butter",
-        "carrot",
-        "potato",
-        "tomato",
-        "pepper",
-        "walnut",
-        "cherry",
-        "pumpkin",
-        "biscuit",
-        "sausage",
-    ],
-    "tools": [
-        "hammer",
-        "shovel",
-        "ladder",
-        "chisel",
-        "needle",
-        "bucket",
-        "scissors",
-        "pliers",
-        "wrench",
-        "broom",
-        "pencil",
-        "compass",
-    ],
-    "places": [
-        "village",
-        "harbour",
-        "station",
-        "library",
-        "castle",
-        "market",
-        "theatre",
-        "hospital",
-        "airport",
-        "prison",
-        "museum",
-        "temple",
-    ],
+    kind: tuple(words.split())
+    for kind, words in {
+        "animals": "horse rabbit eagle salmon spider donkey turtle monkey pigeon beetle lizard panther",
+        "foods": "bread cheese butter carrot potato tomato pepper walnut cherry pumpkin biscuit sausage",
+        "tools": "hammer shovel ladder chisel needle bucket scissors pliers wrench broom pencil compass",
+        "places": "village harbour station library castle market theatre hospital airport prison museum temple",
+    }.items()
 }
-CODES = ("blick", "zorp", "fenna", "wuggle", "tarn", "mibble", "quosh", "dax")
-ADJECTIVES = [
-    "quiet",
-    "golden",
-    "hidden",
-    "frozen",
-    "ancient",
-    "wooden",
-    "silver",
-    "broken",
-    "gentle",
-    "crimson",
-    "hollow",
-    "narrow",
-    "distant",
-    "polished",
-    "velvet",
-    "copper",
-    "stormy",
-    "painted",
-    "rusty",
-    "marble",
-]
-NOUNS = [
-    "lantern",
-    "river",
-    "window",
-    "garden",
-    "mirror",
-    "bridge",
-    "candle",
-    "anchor",
-    "feather",
-    "orchard",
-    "tower",
-    "engine",
-    "meadow",
-    "saddle",
-    "compass",
-    "basket",
-    "ribbon",
-    "kettle",
-    "valley",
-    "curtain",
-]
-FLOWERS = [
-    "lavender",
-    "tulip",
-    "daisy",
-    "orchid",
-    "violet",
-    "jasmine",
-    "poppy",
-    "lily",
-    "marigold",
-    "magnolia",
-    "peony",
-    "thistle",
-]
-PEOPLE = [
-    "miller",
-    "sailor",
-    "baker",
-    "painter",
-    "tailor",
-    "shepherd",
-    "captain",
-    "gardener",
-    "blacksmith",
-    "widow",
-    "soldier",
-    "merchant",
-]
+CODES, ADJECTIVES, NOUNS, FLOWERS, PEOPLE = (
+    tuple(words.split())
+    for words in (
+        "blick zorp fenna wuggle tarn mibble quosh dax",
+        "quiet golden hidden frozen ancient wooden silver broken gentle crimson hollow narrow distant polished velvet "
+        "copper stormy painted rusty marble",
+        "lantern river window garden mirror bridge candle anchor feather orchard tower engine meadow saddle compass "
+        "basket ribbon kettle valley curtain",
+        "lavender tulip daisy orchid violet jasmine poppy lily marigold magnolia peony thistle",
+        "miller sailor baker painter tailor shepherd captain gardener blacksmith widow soldier merchant",
+    )
+)
 _FEWEST_SENTENCES = 20
 
 

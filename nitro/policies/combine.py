@@ -1,4 +1,4 @@
-"""Arithmetic on the scores of a row, in PyTorch: ranks, and means over neighbours. Kernels: ``kernels/score_combine``."""
+"""Arithmetic on the scores of a row, in PyTorch: ranks, and means over neighbours. (Kernels: ``kernels.score``.)"""
 
 from __future__ import annotations
 

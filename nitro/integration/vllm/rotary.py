@@ -21,7 +21,7 @@ def find_rotations(model: nn.Module, names: Sequence[str], dtype: torch.dtype, r
     """Return how the keys of these layers were rotated.
 
     Whether a rotation can be undone is tried out: the model's own embedding rotates random keys, and its table has to
-    give them back. So all variants that only change the table (partial, scaled, NTK, YaRN, Llama 3, interleaved) can be.
+    give them back. So all variants can be that only change the table (partial, scaled, NTK, YaRN, Llama 3, interleaved).
 
     Args:
         model: the loaded model.
