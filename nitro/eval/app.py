@@ -86,7 +86,8 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
         "manifest": manifest,
         "text": None if asked.text is None else str(asked.text.resolve()),
         "out": str(asked.out.resolve()),
-        "engine_args": arguments,
+        "engine_args": arguments | _cache_arguments(machine, model, asked.settings),
+        "own_seeds": machine.kind == "cuda",
         "until": started + asked.limit if asked.limit else 0,
     }
     versions = {}
@@ -151,6 +152,21 @@ def _finish(
     if len(there) < len(grid):
         console.print(f"Time is up: the same command goes on in {asked.out}", style="bold yellow", highlight=False)
     return record
+
+
+def _cache_arguments(machine: device.Device, model: str, settings: EvalSettings) -> dict[str, int]:
+    """Return how large the cache shall be on a CPU: a task's contexts stay in it, if a quarter of the memory will do."""
+    if machine.kind != "cpu":
+        return {}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    longest = max(*settings.lengths, settings.answer) + 512
+    wanted = token * (2 * settings.contexts * max(settings.lengths) + settings.parallel * longest)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"kv_cache_memory_bytes": min(wanted, memory // 4)}
 
 
 def _bars(console: Console) -> Progress:

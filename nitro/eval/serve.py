@@ -3,11 +3,14 @@
 One engine is enough: a budget is a setting of each request, the full cache is ``enabled: false``, and the policy is
 changed on the running engine between cells, since the scheduler's counts do not depend on it.
 
-**Evicted before the question is read.** Prompts are prefilled in chunks, and every context ends where a chunk does. A
-request with a budget of b and a slack of n - b is due when it holds n tokens, so exactly once: when its context of n
-tokens has been computed, and before the question that follows is. What follows, question and answer, is the last
-chunk; its log-probabilities are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers'
-counters.
+**Evicted before the question is read.** Prompts are prefilled in chunks of half a block, and every context ends where
+a chunk does. A request with a budget of b and a slack of n - b is due when it holds n tokens, so exactly once: when its
+context of n tokens has been computed, and before the question that follows is. The log-probabilities of question and
+answer are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers' counters.
+
+**Computed once.** A context ends in the middle of a block, so that whoever finds it in the prefix cache has its last
+chunk still to compute, and is evicted behind that: all cells of a task share what is before. The full cache's requests
+have a salt of their own, since they publish blocks behind the context, too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from nitro.errors import NitroError
 from nitro.eval import score
 from nitro.eval.case import Case, Writer
 from nitro.eval.plan import Cell
-from nitro.eval.settings import SINKS, SLACK, WINDOW, EvalSettings
+from nitro.eval.settings import BLOCK, CHUNK, FULL, SINKS, SLACK, WINDOW, EvalSettings
 from nitro.eval.store import Likeliest, Row
 
 TEMPERATURE, TOP_K = 0.7, 40
@@ -43,10 +46,11 @@ def engine_arguments(settings: EvalSettings, longest: int) -> dict[str, Any]:
         "max_model_len": longest,
         "max_num_seqs": settings.parallel,
         # Room for a whole chunk of every request: none may be cut elsewhere than at the end of its context.
-        "max_num_batched_tokens": max(settings.chunk * settings.parallel, longest),
-        "long_prefill_token_threshold": settings.chunk,
+        "max_num_batched_tokens": max(CHUNK * settings.parallel, longest),
+        "long_prefill_token_threshold": CHUNK,
         "enable_chunked_prefill": True,
-        "enable_prefix_caching": False,  # a hit would shift the chunks
+        "enable_prefix_caching": True,
+        "block_size": BLOCK,
         "max_logprobs": score.LIKELIEST,
         "seed": settings.seed,
         "disable_log_stats": True,
@@ -57,15 +61,17 @@ def engine_arguments(settings: EvalSettings, longest: int) -> dict[str, Any]:
 class Server:
     """An engine, and what its outputs are turned into."""
 
-    def __init__(self, llm: Any, writer: Writer, settings: EvalSettings) -> None:
+    def __init__(self, llm: Any, writer: Writer, settings: EvalSettings, *, own_seeds: bool) -> None:
         """Begin.
 
         Args:
-            llm: ``vllm.LLM`` with the arguments above.
+            llm: ``vllm.LLM`` with the arguments above, in this process.
             writer: has the tokenizer.
             settings: what runs.
+            own_seeds: whether requests may have seeds of their own: not on CPUs, where vLLM cannot rewind a request's
+                generator between the chunks of its prompt.
         """
-        self._llm, self._writer, self._settings = llm, writer, settings
+        self._llm, self._writer, self._settings, self._own_seeds = llm, writer, settings, own_seeds
 
     def run(
         self, cell: Cell, cases: Sequence[Case], full: Likeliest | None, progress: Progress
@@ -96,14 +102,14 @@ class Server:
             own = {"budget": kept, "slack": len(case.context) - kept}
             prompt = case.context + case.question + case.answer
             requests[case.name] = (prompt, self._sampling(own if cell.policy else None, score.LIKELIEST if wide else 0))
-        outputs = self._serve(requests, progress)
+        outputs = self._serve(requests, FULL if cell.policy is None else "evicted", progress)
         self._check(cell, cases, before)
         rows, likeliest = [], []
         for index, case in enumerate(cases):
-            logprobs, first = outputs[case.name].prompt_logprobs, len(case.context) + len(case.question)
-            row = score.answer_row(logprobs, first, case.answer)
+            logprobs = outputs[case.name].prompt_logprobs
+            row = score.answer_row(logprobs, case.answer)
             if wide:
-                likeliest.append(score.likeliest(logprobs, first, len(case.answer)))
+                likeliest.append(score.likeliest(logprobs, len(case.answer)))
                 if full is not None:
                     row["kl"] = score.divergence(full[0][index], full[1][index], *likeliest[-1])
             rows.append({"case": case.name, "depth": case.depth, **row})
@@ -111,13 +117,14 @@ class Server:
             return rows, None
         return rows, (np.stack([ids for ids, _ in likeliest]), np.stack([found for _, found in likeliest]))
 
-    def _sampling(self, own: dict[str, Any] | None, logprobs: int) -> Any:
+    def _sampling(self, own: dict[str, Any] | None, logprobs: int, *, share: bool = True) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
             temperature=0.0,
             max_tokens=1,
             prompt_logprobs=logprobs,
+            skip_reading_prefix_cache=not share,
             detokenize=False,
             extra_args={"nitro": {"enabled": False} if own is None else own},
         )
@@ -134,35 +141,38 @@ class Server:
             sampling = SamplingParams(
                 temperature=TEMPERATURE,
                 top_k=TOP_K,
-                seed=self._settings.seed * 1_000_003 + index,
+                seed=self._settings.seed * 1_000_003 + index if self._own_seeds else None,
                 min_tokens=answer,
                 max_tokens=answer,
                 detokenize=False,
                 extra_args={"nitro": own},
             )
             requests[case.name] = (case.context, sampling)
-        told = self._serve(requests, progress)
+        if not self._own_seeds:
+            self._llm.collective_rpc(_reseed, args=(self._settings.seed,))
+        told = self._serve(requests, FULL, progress)
         if cell.policy is not None and self._evictions()[0] == before[0]:
             raise EvalError(
                 f"{cell.title}: nothing was evicted from answers of {answer} tokens: raise --answer or lower --budgets"
             )
         texts = {case.name: tuple(told[case.name].outputs[0].token_ids) for case in cases}
         scored = self._serve(
-            {case.name: (case.context + texts[case.name], self._sampling(None, 0)) for case in cases},
+            {case.name: (case.context + texts[case.name], self._sampling(None, 0, share=False)) for case in cases},
+            FULL,
             lambda done: progress(len(cases) + done),
         )
         rows = []
         for case in cases:
             text = self._writer.text(texts[case.name])
-            row = score.answer_row(scored[case.name].prompt_logprobs, len(case.context), texts[case.name])
+            row = score.answer_row(scored[case.name].prompt_logprobs, texts[case.name])
             rows.append({"case": case.name, **row, **score.text_row(text), "text": text})
         return rows
 
-    def _serve(self, requests: dict[str, tuple[Sequence[int], Any]], progress: Progress) -> dict[str, Any]:
-        """Serve requests, all at once, and return the outputs by their names."""
+    def _serve(self, requests: dict[str, tuple[Sequence[int], Any]], salt: str, progress: Progress) -> dict[str, Any]:
+        """Serve requests, all at once, and return the outputs by their names; only equal salts share prefixes."""
         engine, done = self._llm.llm_engine, {}
         for name, (tokens, sampling) in requests.items():
-            engine.add_request(name, {"prompt_token_ids": list(tokens)}, sampling)
+            engine.add_request(name, {"prompt_token_ids": list(tokens), "cache_salt": salt}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -186,3 +196,10 @@ class Server:
                 f"{cell.title}: {found[0]} evictions of {found[1]} tokens, not {wanted[0]} of {wanted[1]}: requests "
                 "were not evicted once, at the end of their contexts. If some were preempted, lower --parallel"
             )
+
+
+def _reseed(worker: Any, seed: int) -> None:
+    """Let a worker's sampler begin again."""
+    import torch
+
+    torch.manual_seed(seed)

@@ -26,6 +26,8 @@ TASKS = (
     "stories",
 )
 SINKS, WINDOW, SLACK = 4, 32, 32
+BLOCK, CHUNK = 32, 16
+"""Tokens of a block, and of a chunk of the prefill; `nitro.eval.serve` says why."""
 FULL = "full"
 
 
@@ -85,7 +87,7 @@ class EvalSettings:
         tasks: some of ``TASKS``.
         policies: as ``PolicyChoice.parse`` reads them; the nulls are added.
         budgets: shares of the context (of ``stories``: of prompt and answer) that stay.
-        lengths: of contexts, in tokens; the smallest divides the others.
+        lengths: of contexts, in tokens, multiples of a block; a context has a chunk less.
         contexts: independent ones a cell.
         answer: tokens that ``stories`` generates.
         seed: of contexts, of sampling, and of the policies that draw.
@@ -99,7 +101,7 @@ class EvalSettings:
     contexts: int = 30
     answer: int = 400
     seed: int = 0
-    parallel: int = 8
+    parallel: int = 16
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -117,18 +119,15 @@ class EvalSettings:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise SettingsError(f"{name}={','.join(map(str, values))!r}: give at least one, and each only once")
-        step = min(self.lengths)
         for length in self.lengths:
-            if length % step or step < 256:
-                raise SettingsError(
-                    f"lengths: {length} must be a multiple of the smallest length, {step}, which must be at least 256: "
-                    "contexts end where a chunk of the prefill does"
-                )
-        kept = round(min(self.budgets) * step)
+            if length % BLOCK or length < 256:
+                raise SettingsError(f"lengths: {length} must be a multiple of {BLOCK}, and at least 256")
+        shortest = min(self.lengths)
+        kept = round(min(self.budgets) * (shortest - CHUNK))
         if kept < SINKS + WINDOW + 1:
             raise SettingsError(
-                f"budgets: {min(self.budgets)} of {step} tokens is {kept}, but the first {SINKS} and the last {WINDOW} "
-                "always stay: raise the budget or the length"
+                f"budgets: {min(self.budgets)} of {shortest} tokens is {kept}, but the first {SINKS} and the last "
+                f"{WINDOW} always stay: raise the budget or the length"
             )
         self.choices()
 
@@ -140,11 +139,6 @@ class EvalSettings:
         """
         labels = [*self.policies, *(null for null in NULLS if null not in self.policies)]
         return tuple(PolicyChoice.parse(label) for label in labels)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens by which prompts are prefilled, so that every context ends where a chunk does."""
-        return min(self.lengths)
 
     def nitro_config(self) -> dict[str, dict[str, Any]]:
         """Return vLLM's ``additional_config``; policies and budgets are set later, the latter by each request."""

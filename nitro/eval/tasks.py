@@ -10,7 +10,7 @@ from functools import partial
 from nitro.errors import SettingsError
 from nitro.eval import texts
 from nitro.eval.case import Case, Writer, depth_of, haystack
-from nitro.eval.settings import EvalSettings
+from nitro.eval.settings import CHUNK, EvalSettings
 
 CONTINUATION = 256
 """Tokens of real text that ``perplexity`` scores behind a context."""
@@ -170,8 +170,9 @@ def cases(task: str, length: int, settings: EvalSettings, writer: Writer) -> lis
         if task == "stories":
             made.append(Case(name, tuple(stories(writer, draw, index)), (), ()))
             continue
-        context, question, answer, depth = MAKERS[task](writer, draw, length, index, settings.contexts)
-        assert len(context) == length, f"{name} has a context of {len(context)} tokens"
+        tokens = length - CHUNK
+        context, question, answer, depth = MAKERS[task](writer, draw, tokens, index, settings.contexts)
+        assert len(context) == tokens, f"{name} has a context of {len(context)} tokens"
         made.append(Case(name, tuple(context), tuple(question), tuple(answer), depth))
     return made
 

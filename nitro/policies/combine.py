@@ -1,4 +1,4 @@
-"""Arithmetic on the scores of a row, in PyTorch: ranks, and means over neighbours. (Kernels: ``kernels.score``.)"""
+"""Arithmetic on the scores of a row, in PyTorch: ranks, and means over neighbours."""
 
 from __future__ import annotations
 
