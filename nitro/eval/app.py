@@ -155,7 +155,7 @@ def _finish(
 
 
 def _cache_arguments(machine: device.Device, model: str, settings: EvalSettings) -> dict[str, int]:
-    """Return how large the cache shall be on a CPU: a task's contexts stay in it, if a quarter of the memory will do."""
+    """Return the size of a CPU's cache: a task's contexts stay in it, if a quarter of the memory will do."""
     if machine.kind != "cpu":
         return {}
     from transformers import AutoConfig

@@ -39,9 +39,9 @@ def evaluate(
     parallel: Annotated[int, typer.Option(help="Requests at once; the bits of the results depend on it.")] = 16,
     seed: Annotated[int, typer.Option(help="Of contexts, sampling, and policies that draw.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which no cell begins; 0: no limit.")] = 0.0,
-    out: Annotated[Path, typer.Option(help="Results directory; the same command resumes there.")] = Path("nitro-eval"),
+    out: Annotated[Path, typer.Option(help="Results directory; the command goes on there.")] = Path("nitro-eval"),
 ) -> None:
-    """Measure what evictions cost: tasks served by vLLM with Nitro, over policies and budgets, beside the full cache."""
+    """Measure what evictions cost: tasks served by vLLM with Nitro, by policies and budgets, beside the full cache."""
     try:
         from nitro.eval import app
         from nitro.eval.settings import EvalSettings

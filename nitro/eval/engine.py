@@ -33,7 +33,7 @@ def run(spec: dict[str, Any], report: Any) -> None:
     from transformers import AutoTokenizer
     from vllm import LLM
 
-    settings = EvalSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["settings"].items()})
+    settings = EvalSettings.from_dict(spec["settings"])
     store = EvalStore(Path(spec["out"]), spec["manifest"])
     text = spec["text"]
     writer = Writer(AutoTokenizer.from_pretrained(spec["model"]), texts.sentences(Path(text) if text else None))

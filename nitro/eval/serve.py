@@ -15,7 +15,7 @@ have a salt of their own, since they publish blocks behind the context, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from nitro.errors import NitroError
 from nitro.eval import score
 from nitro.eval.case import Case, Writer
 from nitro.eval.plan import Cell
-from nitro.eval.settings import BLOCK, CHUNK, FULL, SINKS, SLACK, WINDOW, EvalSettings
+from nitro.eval.settings import BLOCK, CHUNK, FULL, SLACK, EvalSettings
 from nitro.eval.store import Likeliest, Row
 
 TEMPERATURE, TOP_K = 0.7, 40
@@ -136,7 +136,7 @@ class Server:
         answer, before = self._settings.answer, self._evictions()
         requests: dict[str, tuple[Sequence[int], Any]] = {}
         for index, case in enumerate(cases):
-            kept = max(round(cell.budget * (len(case.context) + answer)), SINKS + WINDOW)
+            kept = round(cell.budget * (len(case.context) + answer))
             own = {"budget": kept, "slack": SLACK} if cell.policy else {"enabled": False}
             sampling = SamplingParams(
                 temperature=TEMPERATURE,
@@ -168,7 +168,9 @@ class Server:
             rows.append({"case": case.name, **row, **score.text_row(text), "text": text})
         return rows
 
-    def _serve(self, requests: dict[str, tuple[Sequence[int], Any]], salt: str, progress: Progress) -> dict[str, Any]:
+    def _serve(
+        self, requests: Mapping[str, tuple[Sequence[int], Any]], salt: str, progress: Progress
+    ) -> dict[str, Any]:
         """Serve requests, all at once, and return the outputs by their names; only equal salts share prefixes."""
         engine, done = self._llm.llm_engine, {}
         for name, (tokens, sampling) in requests.items():

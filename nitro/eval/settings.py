@@ -129,6 +129,12 @@ class EvalSettings:
                 f"budgets: {min(self.budgets)} of {shortest} tokens is {kept}, but the first {SINKS} and the last "
                 f"{WINDOW} always stay: raise the budget or the length"
             )
+        kept = round(min(self.budgets) * self.answer)
+        if "stories" in self.tasks and kept < SINKS + WINDOW + 1:
+            raise SettingsError(
+                f"answer={self.answer}: a budget of {min(self.budgets)} of that is {kept}, but the first {SINKS} and the "
+                f"last {WINDOW} always stay: raise --answer or the budget"
+            )
         self.choices()
 
     def choices(self) -> tuple[PolicyChoice, ...]:
@@ -149,3 +155,8 @@ class EvalSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings, JSON-able."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> EvalSettings:
+        """Return what `to_dict` was made of, also after a way through JSON."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})

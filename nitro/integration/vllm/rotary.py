@@ -21,7 +21,7 @@ def find_rotations(model: nn.Module, names: Sequence[str], dtype: torch.dtype, r
     """Return how the keys of these layers were rotated.
 
     Whether a rotation can be undone is tried out: the model's own embedding rotates random keys, and its table has to
-    give them back. So all variants can be that only change the table (partial, scaled, NTK, YaRN, Llama 3, interleaved).
+    give them back. So all variants can be that only change the table: partial, scaled, NTK, YaRN, interleaved.
 
     Args:
         model: the loaded model.
@@ -31,7 +31,8 @@ def find_rotations(model: nn.Module, names: Sequence[str], dtype: torch.dtype, r
     """
     embeddings = [_embedding_of(model, name) for name in names]
     known: dict[int, tuple[Rotation | None, str | None]] = {}
-    layers, problems = [], dict[str, None]()
+    layers: list[Rotation | None] = []
+    problems: dict[str, None] = {}
     for name, embedding in zip(names, embeddings, strict=True):
         if embedding is None:
             layers.append(None)
@@ -67,9 +68,7 @@ def _try(embedding: RotaryEmbeddingBase, dtype: torch.dtype) -> tuple[Rotation |
     """Return a rotation that undoes what the embedding does, or why there is none."""
     kind = type(embedding).__name__
     table = getattr(embedding, "cos_sin_cache", None)
-    usable = isinstance(table, torch.Tensor) and table.ndim == 2 and table.is_contiguous() and table.is_floating_point()
-    size, rotary = embedding.head_size, embedding.rotary_dim
-    if not usable or table.shape[1] != rotary or rotary % 2 or size % 2 or rotary > size:
+    if not isinstance(table, torch.Tensor) or not _is_table(table, embedding.head_size, embedding.rotary_dim):
         return None, f"{kind} has no table of cosines and sines for each position"
     rotation = Rotation(table, not embedding.is_neox_style)
     try:
@@ -79,6 +78,13 @@ def _try(embedding: RotaryEmbeddingBase, dtype: torch.dtype) -> tuple[Rotation |
     if not error <= _ROUNDING * torch.finfo(dtype).eps:
         return None, f"{kind} does more than its table says"
     return rotation, None
+
+
+def _is_table(table: Tensor, head_size: int, rotary_dim: int) -> bool:
+    """Return whether this is what the kernels take as a table for such keys."""
+    even = rotary_dim % 2 == 0 and head_size % 2 == 0 and rotary_dim <= head_size
+    plain = table.ndim == 2 and table.is_contiguous() and table.is_floating_point()
+    return even and plain and table.shape[1] == rotary_dim
 
 
 @torch.inference_mode()
