@@ -9,8 +9,9 @@ context of n tokens has been computed, and before the question that follows is. 
 answer are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers' counters.
 
 **Computed once.** A context ends in the middle of a block, so that whoever finds it in the prefix cache has its last
-chunk still to compute, and is evicted behind that: all cells of a task share what is before. The full cache's requests
-have a salt of their own, since they publish blocks behind the context, too.
+chunk still to compute, and is evicted behind that: all cells of a task share what is before, which is computed by itself
+first, so that a cell's bits do not depend on which cells ran before it. The full cache's requests read no prefix cache
+and have a salt of their own, since they publish blocks behind the context, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nitro.eval.settings import BLOCK, CHUNK, FULL, SLACK, EvalSettings
 from nitro.eval.store import Likeliest, Row
 
 TEMPERATURE, TOP_K = 0.7, 40
+_SHARED = "shared"
 Progress = Callable[[int], None]
 
 
@@ -72,6 +74,7 @@ class Server:
                 generator between the chunks of its prompt.
         """
         self._llm, self._writer, self._settings, self._own_seeds = llm, writer, settings, own_seeds
+        self._shared: set[str] = set()  # cases whose contexts have been computed for others to find
 
     def run(
         self, cell: Cell, cases: Sequence[Case], full: Likeliest | None, progress: Progress
@@ -94,6 +97,8 @@ class Server:
             self._llm.collective_rpc("nitro_set_policy", args=(cell.policy.name, cell.policy.options))
         if cell.task == "stories":
             return self._tell(cell, cases, progress), None
+        if cell.policy is not None:
+            self._share(cases)
         before = self._evictions()
         wide = cell.task == "perplexity"
         requests = {}
@@ -102,7 +107,7 @@ class Server:
             own = {"budget": kept, "slack": len(case.context) - kept}
             prompt = case.context + case.question + case.answer
             requests[case.name] = (prompt, self._sampling(own if cell.policy else None, score.LIKELIEST if wide else 0))
-        outputs = self._serve(requests, FULL if cell.policy is None else "evicted", progress)
+        outputs = self._serve(requests, FULL if cell.policy is None else _SHARED, progress)
         self._check(cell, cases, before)
         rows, likeliest = [], []
         for index, case in enumerate(cases):
@@ -117,14 +122,22 @@ class Server:
             return rows, None
         return rows, (np.stack([ids for ids, _ in likeliest]), np.stack([found for _, found in likeliest]))
 
-    def _sampling(self, own: dict[str, Any] | None, logprobs: int, *, share: bool = True) -> Any:
+    def _share(self, cases: Sequence[Case]) -> None:
+        """Let the prefix cache have these contexts."""
+        missing = [case for case in cases if case.name not in self._shared]
+        self._serve(
+            {case.name: (case.context, self._sampling(None, None)) for case in missing}, _SHARED, lambda _: None
+        )
+        self._shared.update(case.name for case in missing)
+
+    def _sampling(self, own: dict[str, Any] | None, logprobs: int | None) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
             temperature=0.0,
             max_tokens=1,
             prompt_logprobs=logprobs,
-            skip_reading_prefix_cache=not share,
+            skip_reading_prefix_cache=own is None,
             detokenize=False,
             extra_args={"nitro": {"enabled": False} if own is None else own},
         )
@@ -141,6 +154,7 @@ class Server:
             sampling = SamplingParams(
                 temperature=TEMPERATURE,
                 top_k=TOP_K,
+                skip_reading_prefix_cache=True,
                 seed=self._settings.seed * 1_000_003 + index if self._own_seeds else None,
                 min_tokens=answer,
                 max_tokens=answer,
@@ -157,7 +171,7 @@ class Server:
             )
         texts = {case.name: tuple(told[case.name].outputs[0].token_ids) for case in cases}
         scored = self._serve(
-            {case.name: (case.context + texts[case.name], self._sampling(None, 0, share=False)) for case in cases},
+            {case.name: (case.context + texts[case.name], self._sampling(None, 0)) for case in cases},
             FULL,
             lambda done: progress(len(cases) + done),
         )

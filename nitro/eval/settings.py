@@ -132,7 +132,7 @@ class EvalSettings:
         kept = round(min(self.budgets) * self.answer)
         if "stories" in self.tasks and kept < SINKS + WINDOW + 1:
             raise SettingsError(
-                f"answer={self.answer}: a budget of {min(self.budgets)} of that is {kept}, but the first {SINKS} and the "
+                f"answer={self.answer}: {min(self.budgets)} of that is {kept}, but the first {SINKS} and the "
                 f"last {WINDOW} always stay: raise --answer or the budget"
             )
         self.choices()
