@@ -9,7 +9,7 @@ context of n tokens has been computed, and before the question that follows is. 
 answer are vLLM's ``prompt_logprobs``. That this is what happened is checked by the workers' counters.
 
 **Computed once.** A context ends in the middle of a block, so that whoever finds it in the prefix cache has its last
-chunk still to compute, and is evicted behind that: all cells of a task share what is before, which is computed by itself
+chunk still to compute, and is evicted behind that: all cells of a task share what is before. It is computed by itself
 first, so that a cell's bits do not depend on which cells ran before it. The full cache's requests read no prefix cache
 and have a salt of their own, since they publish blocks behind the context, too.
 """
@@ -125,9 +125,8 @@ class Server:
     def _share(self, cases: Sequence[Case]) -> None:
         """Let the prefix cache have these contexts."""
         missing = [case for case in cases if case.name not in self._shared]
-        self._serve(
-            {case.name: (case.context, self._sampling(None, None)) for case in missing}, _SHARED, lambda _: None
-        )
+        requests = {f"{case.name}-context": (case.context, self._sampling(None, None)) for case in missing}
+        self._serve(requests, _SHARED, lambda _: None)
         self._shared.update(case.name for case in missing)
 
     def _sampling(self, own: dict[str, Any] | None, logprobs: int | None) -> Any:
