@@ -142,8 +142,8 @@ def _finish(
     data, lines = store.write("results.json", record), store.write_lines(there)
     tables = asked.out / "results.md"
     tables.write_text(report.markdown(found), encoding="utf-8")
-    for table in report.tables(found):
-        console.print(table, highlight=False)
+    for title, table, caption in report.tables(found):
+        console.print(f"\n[bold]{title}[/]", table, caption, sep="\n", highlight=False)
     if found:
         picture = asked.out / "eval.png"
         charts.draw(found, f"{manifest['model']} on {manifest['device']}", picture)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -13,8 +13,16 @@ from nitro.eval.settings import FULL
 Summaries = Sequence[Mapping[str, Any]]
 
 
-def tables(found: Summaries) -> Iterator[Table]:
-    """Yield a table for each task and length.
+class TaskTable(NamedTuple):
+    """A table, and what stands above and below it."""
+
+    title: str
+    table: Table
+    caption: str
+
+
+def tables(found: Summaries) -> Iterator[TaskTable]:
+    """Yield a table for each task and length of which more than the full cache is there.
 
     Args:
         found: what `nitro.eval.results.summary` returns, in the order of the grid.
@@ -23,11 +31,9 @@ def tables(found: Summaries) -> Iterator[Table]:
         of = [one for one in found if (one["task"], one["length"]) == (task, length)]
         full = next(one for one in of if one["policy"] == FULL)
         budgets = sorted({one["budget"] for one in of} - {1.0}, reverse=True)
-        made = Table(
-            title=f"{task}{f', contexts of {length:,} tokens' if length else ''}: {full['cases']} cases",
-            caption=f"{meaning(full)}\nfull cache: {_cell(full)}",
-            box=box.SIMPLE_HEAD,
-        )
+        if not budgets:
+            continue
+        made = Table(box=box.SIMPLE_HEAD)
         made.add_column("kept")
         for budget in budgets:
             made.add_column(f"{budget:.1%}", justify="right")
@@ -35,7 +41,8 @@ def tables(found: Summaries) -> Iterator[Table]:
             if policy != FULL:
                 by = {one["budget"]: one for one in of if one["policy"] == policy}
                 made.add_row(policy, *(_cell(by[budget]) if budget in by else "" for budget in budgets))
-        yield made
+        title = f"{task}{f', contexts of {length:,} tokens' if length else ''}: {full['cases']} cases"
+        yield TaskTable(title, made, f"full cache: {_cell(full)}\n{meaning(full)}")
 
 
 def meaning(one: Mapping[str, Any]) -> str:
@@ -69,11 +76,11 @@ def _cell(one: Mapping[str, Any]) -> str:
 def markdown(found: Summaries) -> str:
     """Return the same tables in Markdown."""
     parts = []
-    for made in tables(found):
+    for title, made, caption in tables(found):
         head = [str(column.header) for column in made.columns]
         rows = zip(*(list(column.cells) for column in made.columns), strict=True)
         lines = [head, ["---"] * len(head), *([str(cell).replace("  ", " · ") for cell in row] for row in rows)]
-        caption = str(made.caption).replace("  ", " · ").replace("\n", " ")
+        below = caption.replace("  ", " · ").replace("\n", ". ")
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts.append(f"**{made.title}.** {caption}\n\n{body}\n")
+        parts.append(f"**{title}.** {below}\n\n{body}\n")
     return "\n".join(parts)

@@ -182,8 +182,8 @@ def test_summaries(found: list[dict[str, Any]]) -> None:
 
 def test_tables_and_curves(found: list[dict[str, Any]], tmp_path: Path) -> None:
     console = Console(record=True, width=140)
-    for table in report.tables(found):
-        console.print(table)
+    for title, table, caption in report.tables(found):
+        console.print(title, table, caption)
     text = console.export_text()
     assert "needle-noise, contexts of 1,024 tokens: 6 cases" in text
     assert "0.50 [0.19, 0.81]" in text
@@ -198,3 +198,4 @@ def test_tables_and_curves(found: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_tables_of_what_is_there(found: list[dict[str, Any]]) -> None:
     """As when time was up."""
     assert "| kvdiff | 0.83 [0.44, 0.97] · 3.60 |" in report.markdown(found[:2])
+    assert not report.markdown(found[:1])
