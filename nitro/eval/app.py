@@ -147,8 +147,8 @@ def _finish(
     if found:
         picture = asked.out / "eval.png"
         charts.draw(found, f"{manifest['model']} on {manifest['device']}", picture)
-        console.print(f"picture  {picture}", highlight=False)
-    console.print(f"data     {data}, {lines}\ntables   {tables}", highlight=False)
+        console.print(f"picture  {picture}", highlight=False, soft_wrap=True)
+    console.print(f"data     {data}, {lines}\ntables   {tables}", highlight=False, soft_wrap=True)
     if len(there) < len(grid):
         console.print(f"Time is up: the same command goes on in {asked.out}", style="bold yellow", highlight=False)
     return record
