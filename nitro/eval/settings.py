@@ -159,4 +159,5 @@ class EvalSettings:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> EvalSettings:
         """Return what `to_dict` was made of, also after a way through JSON."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return cls(**values)

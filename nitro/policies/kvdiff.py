@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from nitro.policies.ragged import RaggedInput
 
 
+_OF_VALUES = 1.0 + 2.0**-12
+"""Weight of the value's rank: sums of two ranks are often equal, and this tells them apart without changing others."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVDiff(Policy):
     """``score_i = rank(keydiff_i) + rank(||v_i - mean v||) + recency * rank(position_i)``.
@@ -26,7 +30,7 @@ class KVDiff(Policy):
     KeyDiff (https://arxiv.org/abs/2504.15364) on keys with RoPE undone, and the centred value norm. RoPE turns equal
     keys apart by their distance, so that cached keys differ from each other by position as well as by content. The two
     are in units of their own, hence ranks: 0 for the lowest score among the slots of a (layer, KV head), 1 for the
-    highest. Where the model's rotation cannot be undone, keys are scored as they are in the cache, with a warning.
+    highest. Of equal sums the one whose value's rank is higher stays. Where the model's rotation cannot be undone, keys are scored as they are in the cache, with a warning.
 
     Attributes:
         recency: weight of a third rank, that of the position: how much newer tokens are preferred; 0 to 10.
@@ -45,7 +49,7 @@ class KVDiff(Policy):
         norms = row_norms(keys)
         bad = norms.isnan() | row_norms(x.values).isnan()
         scores = mean_ranks(key_differences(keys, norms.masked_fill(bad, torch.nan)))
-        scores = scores + mean_ranks(value_differences(x.values, bad))
+        scores = scores + _OF_VALUES * mean_ranks(value_differences(x.values, bad))
         if self.recency:
             scores = scores + self.recency * mean_ranks((x.positions - x.logical_len).float())
         return scores
@@ -56,7 +60,7 @@ class KVDiff(Policy):
         bad = keys.isnan() | values.isnan()  # is ranked in neither; the values' mean knows nothing of bad keys
         keys.masked_fill_(bad, torch.nan)
         values.masked_fill_(bad, torch.nan)
-        scores = kernels.rank_sum(x.batch, keys, values, evictable=False)
+        scores = kernels.rank_sum(x.batch, keys, values, weights=(1.0, _OF_VALUES), evictable=False)
         if self.recency:
             age = kernels.streaming(x.layers, x.batch, x.logical_lengths, x.positions)
             scores += kernels.rank_sum(x.batch, age, age, weights=(self.recency, 0.0), evictable=False)

@@ -26,7 +26,6 @@ READS: dict[str, set[str]] = {
     "vdiff": {"values"},
     "vnorm": {"values"},
 }
-DISTINCT = {"kvdiff": 25}  # sums of ranks are often equal
 REACH = {"vdiff": 8}  # slots on either side that see it when one is gone
 
 MakeInput = Callable[..., ScoreInput]
@@ -68,7 +67,7 @@ def test_shape_dtype_and_finite(
 def test_scores_discriminate(policy: Policy, make_input: MakeInput) -> None:
     scores = policy.score(make_input())
     for row in scores.flatten(0, 1):
-        assert len(row.unique()) > DISTINCT.get(policy.name, 45)  # of 50
+        assert len(row.unique()) > 45  # of 50
 
 
 def test_deterministic_and_without_side_effects(policy: Policy, make_input: MakeInput) -> None:

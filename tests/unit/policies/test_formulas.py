@@ -95,7 +95,7 @@ def test_kvdiff(make_input: MakeInput, recency: float) -> None:
             differ = [-float(k @ anchor) / (norm(k) * norm(anchor)) for k in keys]
             values = naive_differences(x.values[layer, head].double().numpy())
             ranks = (naive_ranks(differ), naive_ranks(values), naive_ranks(positions.tolist()))
-            want = [a + b + recency * c for a, b, c in zip(*ranks, strict=True)]
+            want = [a + b * (1 + 2**-12) + recency * c for a, b, c in zip(*ranks, strict=True)]
             torch.testing.assert_close(scores[layer, head], torch.tensor(want), rtol=1e-5, atol=1e-6)
 
 
