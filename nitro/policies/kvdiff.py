@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _OF_VALUES = 1.0 + 2.0**-12
-"""Weight of the value's rank: sums of two ranks are often equal, and this tells them apart without changing others."""
+"""Weight of the value's rank: sums of two ranks are often equal, and this tells them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class KVDiff(Policy):
     KeyDiff (https://arxiv.org/abs/2504.15364) on keys with RoPE undone, and the centred value norm. RoPE turns equal
     keys apart by their distance, so that cached keys differ from each other by position as well as by content. The two
     are in units of their own, hence ranks: 0 for the lowest score among the slots of a (layer, KV head), 1 for the
-    highest. Of equal sums the one whose value's rank is higher stays. Where the model's rotation cannot be undone, keys are scored as they are in the cache, with a warning.
+    highest. Of equal sums the one whose value's rank is higher stays. Where the model's rotation cannot be undone, keys
+    are scored as they are in the cache, with a warning.
 
     Attributes:
         recency: weight of a third rank, that of the position: how much newer tokens are preferred; 0 to 10.

@@ -31,6 +31,12 @@ def test_histories(policy: str, seed: int, dtype: torch.dtype) -> None:
     cases.check_history(policy, seed=seed, steps=4, dtype=dtype)
 
 
+@pytest.mark.parametrize(("policy", "options"), [("kvdiff", {}), ("kvdiff", {"recency": 0.5}), ("vdiff", {})], ids=str)
+def test_histories_are_those_of_the_dense_compactor(policy: str, options: dict[str, float]) -> None:
+    """Also when slots are out of order: positions, neighbours and ranks are of tokens, not of slots."""
+    cases.check_history(policy, seed=1, steps=4, twin=True, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *FP8], ids=str)
 @pytest.mark.parametrize("policy", cases.POLICIES)
 def test_the_best_stay(policy: str, dtype: torch.dtype) -> None:
