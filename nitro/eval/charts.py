@@ -26,8 +26,8 @@ def draw(found: Sequence[Mapping[str, Any]], title: str, target: Path) -> None:
     policies = list(dict.fromkeys(one["policy"] for one in found if one["policy"] != FULL))
     columns = min(len(panels), _COLUMNS)
     figure = new_figure((4.2 * columns, 3.4 * math.ceil(len(panels) / columns) + 0.6))
-    grid = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flat
-    for axes in list(grid)[len(panels) :]:
+    grid = list(figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
         axes.remove()
     for (task, length), axes in zip(panels, grid, strict=False):
         of = [one for one in found if (one["task"], one["length"]) == (task, length)]

@@ -180,7 +180,23 @@ def test_summaries(found: list[dict[str, Any]]) -> None:
     assert results.measure(found[-1]).value == 0.0
 
 
-def test_tables_and_curves(found: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_curves(found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    make = charts.new_figure
+    monkeypatch.setattr(charts, "new_figure", lambda inches: figures.append(make(inches)) or figures[-1])
+    charts.draw(found, "a test", tmp_path / "eval.png")
+    assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+    needles, stories = figures[0].axes
+    assert (needles.get_title(), stories.get_title()) == ("needle-noise 1,024", "stories")
+    names = [container.get_label() for container in needles.containers]
+    assert names == ["kvdiff", "random", "streaming"]
+    line = needles.containers[0].lines[0]
+    assert line.get_xdata().tolist() == [0.25, 0.5]
+    assert line.get_ydata().tolist() == [0.5, pytest.approx(5 / 6)]
+    assert [one.get_text() for one in figures[0].legends[0].get_texts()] == ["full cache", *names]
+
+
+def test_tables(found: list[dict[str, Any]]) -> None:
     console = Console(record=True, width=140)
     for title, table, caption in report.tables(found):
         console.print(title, table, caption)
@@ -191,8 +207,6 @@ def test_tables_and_curves(found: list[dict[str, Any]], tmp_path: Path) -> None:
     assert "stories: 6 cases" in text
     marked = report.markdown(found)
     assert "| kvdiff | 0.83 [0.44, 0.97] · 3.60 | 0.50 [0.19, 0.81] · 4.60 |" in marked
-    charts.draw(found, "a test", tmp_path / "eval.png")
-    assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_of_what_is_there(found: list[dict[str, Any]]) -> None:
