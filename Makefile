@@ -53,7 +53,7 @@ format: setup ## let ruff and clang-format rewrite the sources
 	@bash ci/cpu.sh format
 
 clean: ## remove what builds and tests leave behind, but not the virtual environment
-	@rm -rf build dist nitro-demo nitro-stress nitro-explain nitro-sweep gpu-results perf-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@rm -rf build dist nitro-demo nitro-stress nitro-explain nitro-sweep nitro-eval gpu-results perf-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venv: ## remove the virtual environment

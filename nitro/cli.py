@@ -14,6 +14,7 @@ from nitro.bench.cli import bench
 from nitro.capacity.cli import plan
 from nitro.demo.settings import DemoSettings
 from nitro.errors import NitroError
+from nitro.eval.cli import evaluate
 
 main = typer.Typer(
     name="nitro",
@@ -23,6 +24,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.command()(plan)
+main.command("eval")(evaluate)
 main.add_typer(bench)
 _DEFAULT = DemoSettings()
 

@@ -7,6 +7,7 @@ layout of the cache, ``nitro.kernel_compactor`` in Triton on vLLM's GPU cache.
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ import numpy as np
 
 from nitro.errors import IntegrityError
 from nitro.policies.base import Policy
+from nitro.policies.rotary import Rotations
 from nitro.types import Counters, IntArray, KeepRecord, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
@@ -38,6 +42,7 @@ class Held(NamedTuple):
 
 
 _NOTHING = Held()
+NO_ROTATIONS = Rotations()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +87,14 @@ class Compactor(ABC):
     policy: Policy
 
     def __init__(
-        self, block_size: int, *, sinks: int, window: int, seed: int, stable_id: Callable[[str], str] = str
+        self,
+        block_size: int,
+        *,
+        sinks: int,
+        window: int,
+        seed: int,
+        rotations: Rotations = NO_ROTATIONS,
+        stable_id: Callable[[str], str] = str,
     ) -> None:
         """Begin with no request.
 
@@ -91,15 +103,18 @@ class Compactor(ABC):
             sinks: as above, like ``window`` and ``seed``.
             window: as above.
             seed: as above.
+            rotations: how RoPE rotated the keys of this worker's layers.
             stable_id: returns a request's id as its user knows it.
         """
         self.block_size, self.sinks, self.window, self.seed = block_size, sinks, window, seed
+        self.rotations = rotations
         self.counters = Counters()
         self.records: list[KeepRecord] | None = None
         self.run_starts: dict[str, list[int]] = {}
         self._requests: dict[str, Held] = {}
         self._keys: dict[str, int] = {}
         self._stable_id = stable_id
+        self._warned = False
 
     @abstractmethod
     def set_policy(self, policy: Policy) -> None:
@@ -108,6 +123,17 @@ class Compactor(ABC):
         Raises:
             SettingsError: the policy breaks its contract; better now than in the first long request.
         """
+
+    def _say_what_cannot_be_undone(self) -> None:
+        """Warn, once, where the policy's scores are not what they are meant to be."""
+        if self.policy.undoes_rope and self.rotations.problem is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "policy %s scores keys as they are in the cache, after RoPE, and keeps other tokens than it would with "
+                "RoPE undone: %s",
+                self.policy.name,
+                self.rotations.problem,
+            )
 
     @abstractmethod
     def _compact(self, plan: StepPlan, before: Before) -> list[IntArray] | None:

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nitro.compactor import Before, Compactor
+from nitro.compactor import NO_ROTATIONS, Before, Compactor
 from nitro.kernels.compact import pack_ref
 from nitro.kernels.select import select_topk_ref
 from nitro.policies.base import Policy, ScoreInput, checked_score
+from nitro.policies.rotary import Rotations
 from nitro.types import Eviction, IntArray, StepPlan
 
 SCRATCH_BYTES = 256 * 2**20
@@ -46,6 +47,7 @@ class DenseCompactor(Compactor):
         sinks: int,
         window: int,
         seed: int,
+        rotations: Rotations = NO_ROTATIONS,
         stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker.
@@ -58,9 +60,12 @@ class DenseCompactor(Compactor):
             sinks: as in ``Compactor``, like what follows.
             window: as above.
             seed: as above.
+            rotations: as above.
             stable_id: as above.
         """
-        super().__init__(caches[0].block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
+        super().__init__(
+            caches[0].block_size, sinks=sinks, window=window, seed=seed, rotations=rotations, stable_id=stable_id
+        )
         self.caches = tuple(caches)
         device = self.caches[0].device
         self.layers = torch.tensor(layers, dtype=torch.int64, device=device)
@@ -78,6 +83,7 @@ class DenseCompactor(Compactor):
         positions = torch.arange(length, dtype=torch.int32, device=keys.device).expand(shape[:3])
         checked_score(policy, self._input(keys, values, positions, slice(None), 0, length))
         self.policy = policy
+        self._say_what_cannot_be_undone()
 
     def forget(self, request_id: str) -> None:
         """Drop a request that finished or was preempted; unknown ones are ignored."""
@@ -98,6 +104,7 @@ class DenseCompactor(Compactor):
             sinks=self.sinks,
             window=self.window,
             seed=self.seed,
+            rotations=self.rotations.layers[group],
         )
 
     def _compact(self, plan: StepPlan, before: Before) -> list[IntArray]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nitro.compactor import Before, Compactor
+from nitro.compactor import NO_ROTATIONS, Before, Compactor
 from nitro.kernels.blocks import copy_blocks, stamp_positions
 from nitro.kernels.compact import fill_ragged
 from nitro.kernels.newest import force_newest
@@ -23,6 +23,7 @@ from nitro.kernels.select import TILES, select_ragged, threshold_ragged
 from nitro.kernels.tables import Tables
 from nitro.policies.base import Policy, ScoreInput, checked_score, checked_score_ragged
 from nitro.policies.ragged import RaggedInput
+from nitro.policies.rotary import Rotations
 from nitro.static_events import SIZES, Numbers, StaticEvent, StaticEvents
 from nitro.types import IntArray, StepPlan
 
@@ -32,7 +33,7 @@ SCRATCH_BYTES = 256 * 2**20
 """What scores, masks and what a policy needs beside them may take; larger steps are worked off in parts."""
 STATIC_BYTES = 64 * 2**20
 """Of those, what evictions of the usual size may take for themselves."""
-_BYTES_PER_SLOT = 16  # of one layer and KV head: scores and mask 5, masses or slots in logical order 8
+_BYTES_PER_SLOT = 32  # of one layer and KV head: scores and mask 5, scores that are combined and their ranks 24
 _TRIAL_LAYERS = 2
 T = TypeVar("T")
 _Use = Callable[[RaggedInput, Tensor, RaggedBatch], T]
@@ -71,6 +72,7 @@ class KernelCompactor(Compactor):
         longest: int,
         usual: int = 0,
         counts: bool = False,
+        rotations: Rotations = NO_ROTATIONS,
         stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker, none of whose blocks is in use yet.
@@ -87,9 +89,12 @@ class KernelCompactor(Compactor):
             usual: slots that most evictions begin with, at most; those are made at fixed addresses, on GPUs by CUDA
                 graphs, if the policy is ``capturable``. 0: none are.
             counts: whether ``count`` will be called, so that its kernels are compiled, too.
+            rotations: as in ``Compactor``.
             stable_id: as in ``Compactor``.
         """
-        super().__init__(layers.block_size, sinks=sinks, window=window, seed=seed, stable_id=stable_id)
+        super().__init__(
+            layers.block_size, sinks=sinks, window=window, seed=seed, rotations=rotations, stable_id=stable_id
+        )
         self.layers = layers
         device = layers.device
         self.layer_ids = torch.tensor(layer_ids, dtype=torch.int64, device=device)
@@ -127,6 +132,7 @@ class KernelCompactor(Compactor):
             sinks=self.sinks,
             window=self.window,
             seed=self.seed,
+            rotations=self.rotations.layers[: len(caches)],
         )
         checked_score(policy, trial)
         blocks = -(-length // self.block_size)
@@ -139,9 +145,17 @@ class KernelCompactor(Compactor):
         )
         x = self._ragged(batch, [length], [length], logical, [0], newest_last=True)
         for newest_last in (True, False):
-            x = dataclasses.replace(x, layers=drawn, layer_ids=layer_ids, positions=positions, newest_last=newest_last)
+            x = dataclasses.replace(
+                x,
+                layers=drawn,
+                layer_ids=layer_ids,
+                positions=positions,
+                newest_last=newest_last,
+                rotations=trial.rotations,
+            )
             checked_score_ragged(policy, x)
         self.policy = policy
+        self._say_what_cannot_be_undone()
         self._static = self._make_static()
 
     def _make_static(self) -> StaticEvents | None:
@@ -325,6 +339,7 @@ class KernelCompactor(Compactor):
             newest_last=newest_last,
             sinks=self.sinks,
             seed=self.seed,
+            rotations=self.rotations.layers,
         )
 
     def _score(
@@ -371,7 +386,13 @@ class KernelCompactor(Compactor):
     @staticmethod
     def _part(x: RaggedInput, start: int, stop: int) -> RaggedInput:
         layers, part = x.layers.part(start, stop), slice(start, stop)
-        return dataclasses.replace(x, layers=layers, positions=x.positions[part], layer_ids=x.layer_ids[part])
+        return dataclasses.replace(
+            x,
+            layers=layers,
+            positions=x.positions[part],
+            layer_ids=x.layer_ids[part],
+            rotations=x.rotations[part],
+        )
 
     def _kept(self, blocks: IntArray, keep: int) -> IntArray:
         """Return the logical positions int32 ``[L, H, keep]`` of what a request holds now, ascending; waits."""

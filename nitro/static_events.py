@@ -105,7 +105,8 @@ class StaticEvent:
             return
         work()  # compiles
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # A policy may be changed while the engine's other threads use the device.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             work()
 
     def run(self, x: Numbers) -> None:

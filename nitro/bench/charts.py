@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; line styles differ as well.
-_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_LINES: tuple[Any, ...] = ((0, (4, 1.5)), "solid", (0, (1, 1)), "dashdot", (0, (6, 2, 1, 2)), (0, (2, 2)))
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LINES: tuple[Any, ...] = ((0, (4, 1.5)), "solid", (0, (1, 1)), "dashdot", (0, (6, 2, 1, 2)), (0, (2, 2)))
 _BINS = 80
 PANELS = {
     "running": "running requests",
@@ -19,6 +19,18 @@ PANELS = {
     "preemptions": "preemptions so far",
     "tokens_per_s": "output tokens/s",
 }
+
+
+def new_figure(inches: tuple[float, float]) -> Any:
+    """Return an empty figure of matplotlib's that needs no display."""
+    # The first use builds a font cache, and says so in the middle of the output.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, target: Path) -> None:
@@ -29,8 +41,8 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, target: P
         title: above the picture.
         target: the file.
     """
-    picture, subplots = figure(len(PANELS), 1, (10, 9))
-    panels = dict(zip(PANELS, subplots, strict=True))
+    figure = new_figure((10, 9))
+    panels = dict(zip(PANELS, figure.subplots(len(PANELS), 1, sharex=True), strict=True))
     for index, (name, runs) in enumerate(found.items()):
         for number, run in enumerate(runs):
             times, columns = curves(run)
@@ -45,25 +57,13 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, target: P
         axes.spines[["top", "right"]].set_visible(False)
     panels["tokens_per_s"].set_xlabel("time since the load began (s)")
     panels["running"].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
-    picture.suptitle(title, fontsize=11)
-    picture.savefig(target)
-
-
-def figure(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
-    """Return a picture and its panels, whose horizontal axes agree; needs no display."""
-    # The first use builds a font cache, and says so in the middle of the output.
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=inches, dpi=130, layout="constrained")
-    FigureCanvasAgg(made)
-    return made, made.subplots(rows, columns, sharex=True)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(target)
 
 
 def style(index: int) -> dict[str, Any]:
     """Return how a curve looks: colours and lines that differ."""
-    return {"color": _COLOURS[index % 6], "linestyle": _LINES[index % 6]}
+    return {"color": COLOURS[index % 6], "linestyle": LINES[index % 6]}
 
 
 def curves(run: Mapping[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,7 @@ class Store:
             SettingsError: it belongs to other settings, or cannot be read or written.
         """
         self.folder = folder
-        path = folder / "bench.json"
-        wanted = json.loads(json.dumps({"schema": SCHEMA, **manifest}))
-        try:
-            (folder / "runs").mkdir(parents=True, exist_ok=True)
-            (folder / "logs").mkdir(exist_ok=True)
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        except (OSError, ValueError) as error:
-            raise SettingsError(
-                f"results directory {folder}: {error}: repair or remove it, or give another one with --out"
-            ) from error
-        if found is not None and (differ := list(differences(found["settings"], wanted))):
-            raise SettingsError(
-                f"results directory {folder} was begun with other settings: {'; '.join(differ)}: give another one with "
-                "--out, or the same settings to go on"
-            )
-        self.session = 0 if found is None else int(found["sessions"])
-        write_whole(path, {"settings": wanted, "sessions": self.session + 1})
+        self.session = open_manifest(folder / "bench.json", {"schema": SCHEMA, **manifest}, ("runs", "logs"))
 
     def path(self, load: int, number: int, engine: str) -> Path:
         """Return the file of one run: of a load, a round, an engine (by its slug)."""
@@ -74,6 +58,37 @@ class Store:
         except ValueError as error:
             raise SettingsError(f"{path} is damaged: {error}: remove it, and the run is done again") from error
         return found
+
+
+def open_manifest(path: Path, manifest: dict[str, Any], folders: Sequence[str]) -> int:
+    """Open a results directory, or make one; return how often that was done before.
+
+    Args:
+        path: file of the settings, in the directory.
+        manifest: the settings.
+        folders: in the directory, made if need be.
+
+    Raises:
+        SettingsError: it belongs to other settings, or cannot be read or written.
+    """
+    folder = path.parent
+    wanted = json.loads(json.dumps(manifest))
+    try:
+        for name in folders:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"results directory {folder}: {error}: repair or remove it, or give another one with --out"
+        ) from error
+    if found is not None and (differ := list(differences(found["settings"], wanted))):
+        raise SettingsError(
+            f"results directory {folder} was begun with other settings: {'; '.join(differ)}: give another one with "
+            "--out, or the same settings to go on"
+        )
+    sessions = 0 if found is None else int(found["sessions"])
+    write_whole(path, {"settings": wanted, "sessions": sessions + 1})
+    return sessions
 
 
 def differences(before: Any, now: Any, at: str = "") -> Iterator[str]:

@@ -174,7 +174,8 @@ def draw(found: Sequence[Cell], title: str, target: Path) -> None:
         title: above the picture.
         target: the file.
     """
-    figure, (gains, peaks) = charts.figure(1, 2, (11, 5))
+    figure = charts.new_figure((11, 5))
+    gains, peaks = figure.subplots(1, 2, sharex=True)
     numbers = sorted({cell.requests for cell in found})
     for index, percent in enumerate(sorted({cell.percent for cell in found}, reverse=True)):
         line = sorted((cell for cell in found if cell.percent == percent), key=lambda cell: cell.requests)

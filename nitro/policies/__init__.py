@@ -33,8 +33,10 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "gravity": ("nitro.policies.gravity", "Gravity"),
     "keydiff": ("nitro.policies.keydiff", "KeyDiff"),
     "knorm": ("nitro.policies.knorm", "KNorm"),
+    "kvdiff": ("nitro.policies.kvdiff", "KVDiff"),
     "random": ("nitro.policies.random", "Random"),
     "streaming": ("nitro.policies.streaming", "Streaming"),
+    "vdiff": ("nitro.policies.vdiff", "VDiff"),
     "vnorm": ("nitro.policies.vnorm", "VNorm"),
 }
 

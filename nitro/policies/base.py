@@ -14,6 +14,7 @@ from nitro.errors import SettingsError
 
 if TYPE_CHECKING:
     from nitro.policies.ragged import RaggedInput
+    from nitro.policies.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,8 @@ class ScoreInput:
         sinks: the first slots, which stay whatever their score.
         window: the last slots, which stay whatever their score.
         seed: ``0 <= seed < 2**63``.
+        rotations: how RoPE rotated the keys, one a layer; None where that is not known or nothing was rotated. Empty:
+            of no layer.
 
     Raises:
         ValueError: if shapes or ranges contradict the above.
@@ -49,6 +52,7 @@ class ScoreInput:
     sinks: int
     window: int
     seed: int
+    rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
         shapes = f"got {list(self.keys.shape)} and {list(self.values.shape)}"
@@ -72,6 +76,18 @@ class ScoreInput:
         ):
             if not low <= value < high:
                 raise ValueError(f"{name}={value} must be at least {low} and below {high}")
+        if len(self.rotations) not in (0, self.keys.shape[0]):
+            raise ValueError(f"there are {len(self.rotations)} rotations for {self.keys.shape[0]} layers")
+
+    def unrotated_keys(self) -> Tensor:
+        """Return the keys with RoPE undone where that is possible: float32 ``[L, H, N, D]``."""
+        if not any(self.rotations):
+            return as_float32(self.keys)
+        found = [
+            as_float32(keys) if rotation is None else rotation.undo(keys, where)
+            for keys, where, rotation in zip(self.keys, self.positions, self.rotations, strict=True)
+        ]
+        return torch.stack(found)
 
 
 class Policy(ABC):
@@ -96,6 +112,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     capturable: ClassVar[bool] = False
+    undoes_rope: ClassVar[bool] = False
+    """Whether the scores are of keys with RoPE undone; if that is impossible, the user is warned."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Do not let a policy with a formula of its own inherit another one's kernels, or what is said of those."""
@@ -162,6 +180,15 @@ def check_number(policy: str, option: str, value: object, low: float, high: floa
     if not number or not low <= value <= high:  # type: ignore[operator]
         raise SettingsError(
             f"option {option}={value!r} of policy {policy!r} must be a number between {low:g} and {high:g}: "
+            f"set policy_options.{option} within these bounds, or leave it out"
+        )
+
+
+def check_integer(policy: str, option: str, value: object, low: int, high: int) -> None:
+    """Raise SettingsError unless ``value`` is an integer (no boolean) with ``low <= value <= high``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise SettingsError(
+            f"option {option}={value!r} of policy {policy!r} must be an integer between {low} and {high}: "
             f"set policy_options.{option} within these bounds, or leave it out"
         )
 

@@ -33,22 +33,31 @@ class KeyDiff(Policy):
 
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated cosine between each key and the anchor."""
-        norms = row_norms(x.keys)
-        bad = norms.isnan()
-        inverse = norms.clamp_min(_MIN_NORM).reciprocal()
-        keys = zero_rows(x.keys, bad)
-        # Layer by layer, so that what lies between stays in the processor's cache: several times faster on a CPU.
-        cosines = torch.stack([_cosines_to_anchor(*layer) for layer in zip(keys, inverse, strict=True)])
-        return -cosines.masked_fill(bad, math.nan)
+        return key_differences(x.keys, row_norms(x.keys))
 
     def score_ragged(self, x: RaggedInput) -> Tensor:
         """Return the negated cosine between each key and the anchor, in one launch."""
         return kernels.keydiff(x.layers, x.batch)
 
 
+def key_differences(keys: Tensor, norms: Tensor) -> Tensor:
+    """Return KeyDiff's scores, float32 ``[L, H, N]``.
+
+    Args:
+        keys: ``[L, H, N, D]``.
+        norms: float32 ``[L, H, N]``, their norms; NaN for slots that score NaN and do not count in the anchor.
+    """
+    bad = norms.isnan()
+    rows = zero_rows(keys, bad)
+    inverse = norms.clamp_min(_MIN_NORM).reciprocal().nan_to_num(0.0)
+    # Layer by layer, so that what lies between stays in the processor's cache: several times faster on a CPU.
+    cosines = torch.stack([_cosines_to_anchor(*layer) for layer in zip(rows, inverse, strict=True)])
+    return -cosines.masked_fill(bad, math.nan)
+
+
 def _cosines_to_anchor(keys: Tensor, inverse_norms: Tensor) -> Tensor:
     """Return ``[H, N]`` from keys ``[H, N, D]`` and ``[H, N]`` in one layer; zero keys do not count in the anchor."""
-    unit = keys * inverse_norms.nan_to_num(0.0).unsqueeze(-1)
+    unit = keys * inverse_norms.unsqueeze(-1)
     anchor = unit.sum(dim=-2, keepdim=True)
     anchor = anchor / torch.linalg.vector_norm(anchor, dim=-1, keepdim=True).clamp_min(_MIN_NORM)
     # Products and sums rather than a matmul: a matmul's bits may depend on how many heads are in the batch.

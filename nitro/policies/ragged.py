@@ -15,6 +15,7 @@ from nitro.policies.base import ScoreInput
 
 if TYPE_CHECKING:
     from nitro.policies.base import Policy
+    from nitro.policies.rotary import Rotation
 
 SCRATCH_BYTES = 256 * 2**20
 """How much gathered K and V ``score_densely`` may hold; layers are taken in groups that stay below it."""
@@ -39,6 +40,7 @@ class RaggedInput:
         newest_last: the last ``batch.window`` slots of each request are its newest tokens, in order.
         sinks: the first slots of each request stay whatever their score.
         seed: ``0 <= seed < 2**63``.
+        rotations: how RoPE rotated the keys, one a layer; see ``ScoreInput``.
     """
 
     layers: PagedLayers
@@ -53,10 +55,20 @@ class RaggedInput:
     newest_last: bool
     sinks: int
     seed: int
+    rotations: tuple[Rotation | None, ...] = ()
+
+    def order(self) -> Tensor:
+        """Return the slots in logical order, int32 ``[L, H, total]``."""
+        return score.logical_order(self.layers, self.batch, self.positions)
 
     def window_order(self) -> Tensor | None:
         """Return the slots in logical order, int32 ``[L, H, total]``; None where the window is in its place anyway."""
-        return None if self.newest_last else score.logical_order(self.layers, self.batch, self.positions)
+        return None if self.newest_last else self.order()
+
+    def new_scores(self) -> Tensor:
+        """Return memory for scores, float32 ``[L, H, total]``."""
+        shape = (self.layers.num_layers, self.layers.num_kv_heads, self.batch.total)
+        return torch.empty(shape, dtype=torch.float32, device=self.layers.device)
 
 
 def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreInput], Tensor]) -> Tensor:
@@ -71,7 +83,7 @@ def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreI
         float32 ``[L, H, total]``.
     """
     layers, size = x.layers, x.layers.block_size
-    out = torch.empty(layers.num_layers, layers.num_kv_heads, x.batch.total, dtype=torch.float32, device=layers.device)
+    out = x.new_scores()
     first = 0
     for request, length in enumerate(x.lengths):
         table = x.batch.block_tables[request]
@@ -97,6 +109,7 @@ def score_densely(policy: Policy, x: RaggedInput, call: Callable[[Policy, ScoreI
                     sinks=x.sinks,
                     window=x.batch.window,
                     seed=x.seed,
+                    rotations=x.rotations[start:stop],
                 ),
             )
             out[start:stop, :, first : first + length].scatter_(2, order, found)

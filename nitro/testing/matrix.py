@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["in-process", "multi-process", "tp2"]
 MODES: tuple[Mode, ...] = ("in-process", "multi-process", "tp2")
-POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "gravity")
+POLICIES = ("streaming", "random", "knorm", "vnorm", "keydiff", "kvdiff", "vdiff", "gravity")
 ARCHITECTURES = {
     "llama-gqa": ("llama", 2),
     "llama-mha": ("llama", 4),

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import compactor_cases
 import paged_cases
 import pytest
 import torch
 from faulty_bridge import FaultyProducer
 
+from nitro import policies
 from nitro.testing import matrix, models, storm
 from nitro.testing.report import Report
 
@@ -283,10 +285,14 @@ GUARDED = {
 }
 
 
-@pytest.mark.parametrize("by_data", [False, True], ids=["budget", "threshold"])
-@pytest.mark.parametrize("policy", ["gravity", "random"])
+@pytest.mark.parametrize(
+    ("by_data", "graphs"),
+    [(False, "eager"), (False, "full"), (True, "eager")],
+    ids=["budget", "budget-graphs", "threshold"],
+)
+@pytest.mark.parametrize("policy", ["gravity", "kvdiff", "random"])
 def test_never_waits_for_the_device(
-    tmp_path: Path, runner: Any, policy: str, by_data: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runner: Any, policy: str, by_data: bool, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
 
@@ -305,12 +311,14 @@ def test_never_waits_for_the_device(
     scenario = matrix.variant(matrix.SCENARIOS["all"], policy=policy)
     if by_data:
         scenario = matrix.by_threshold(scenario, policy)
-    with tiny(tmp_path, scenario, torch.bfloat16, runner, **GRAPHS["eager"]) as (llm, _):
+    with tiny(tmp_path, scenario, torch.bfloat16, runner, **GRAPHS[graphs]) as (llm, _):
         for name in methods:
             monkeypatch.setattr(cls, name, guard(getattr(cls, name), name))
         prompts = [{"prompt_token_ids": ids} for ids in scenario.tokens(0)]
         sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, sampling, use_tqdm=False)
+        with compactor_cases.counted_usual() as usual:
+            llm.generate(prompts, sampling, use_tqdm=False)
         evictions = sum(part["evictions"] for part in llm.collective_rpc("nitro_stats"))
     assert evictions >= len(prompts)
     assert all(calls.values()), calls
+    assert bool(usual) == (graphs == "full" and policies.get(policy).capturable), "from Nitro's own graphs"

@@ -55,7 +55,7 @@ def plan(logical: int, physical: int, keep: int, dst: list[int], src: list[int],
 
 
 @given(
-    st.sampled_from(["streaming", "random", "knorm", "vnorm", "keydiff", "gravity"]),
+    st.sampled_from(["streaming", "random", "knorm", "vnorm", "keydiff", "kvdiff", "vdiff", "gravity"]),
     st.integers(4, 30),
     st.integers(1, 27),
     st.booleans(),

@@ -18,6 +18,7 @@ from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.fp8 import as_numbers, scales_of
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
+from nitro.integration.vllm.rotary import find_rotations, speaks_of_rope
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
 from nitro.kernels.score import can_score
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nitro.config import Settings
+    from nitro.policies.rotary import Rotations
 
 logger = init_logger("vllm.plugins.nitro")
 
@@ -75,6 +77,7 @@ def _compactor(
     longest: int,
     usual: int,
     scales: Tensor | None,
+    rotations: Rotations,
 ) -> Compactor:
     """Return the compactor for these caches: with kernels where they can be used, otherwise in PyTorch.
 
@@ -87,21 +90,21 @@ def _compactor(
         longest: most slots of a request.
         usual: slots that most evictions begin with, at most; 0: not known, or no graphs are wanted.
         scales: of FP8 caches, ``[num_layers, 2, num_kv_heads]``.
+        rotations: how RoPE rotated the layers' keys.
 
     Raises:
         UnsupportedError: the caches are FP8, and there are no kernels for them.
     """
     policy = policies.get(settings.policy, **settings.policy_options)
-    bounds = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
+    bounds: dict[str, Any] = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
+    bounds |= {"rotations": rotations, "stable_id": stable_id}
     head_dim = caches[0].shape[3] // 2
-    usual = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
+    known = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
     on_gpu = caches[0].device.type == "cuda"
-    if on_gpu and usual:
+    if on_gpu and known:
         paged = PagedLayers.of(caches, scales)
         counts = settings.threshold is not None
-        return KernelCompactor(
-            paged, layers, heads, policy, longest=longest, usual=usual, counts=counts, stable_id=stable_id, **bounds
-        )
+        return KernelCompactor(paged, layers, heads, policy, longest=longest, usual=usual, counts=counts, **bounds)
     if scales is not None:
         raise UnsupportedError(
             f"Nitro has no kernels for this FP8 cache (on {caches[0].device}, head dimension {head_dim}, or the layout "
@@ -116,7 +119,7 @@ def _compactor(
             head_dim,
         )
     backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
-    return DenseCompactor(backend, layers, heads, policy, stable_id=stable_id, **bounds)
+    return DenseCompactor(backend, layers, heads, policy, **bounds)
 
 
 def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
@@ -160,6 +163,9 @@ def take_over(runner: Any) -> tuple[Compactor, Answers | None]:
         longest=runner.max_model_len,  # whatever the server's budget: a request may ask for a larger one
         usual=usual,
         scales=scales_of(attention, caches[0]),
+        rotations=find_rotations(
+            runner.get_model(), names, runner.model_config.dtype, speaks_of_rope(runner.model_config)
+        ),
     )
     # Counts are those of rank 0, or the ranks would have to agree first.
     if settings.threshold is None or rank:

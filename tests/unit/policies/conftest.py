@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from nitro.policies.base import ScoreInput
+from nitro.policies.rotary import Rotation
 
 MakeInput = Callable[..., ScoreInput]
+
+
+def make_rotation(length: int, dim: int, *, interleaved: bool = False, rotary: int | None = None) -> Rotation:
+    """Return the rotation of plain RoPE with theta 100."""
+    rotary = dim if rotary is None else rotary
+    angles = torch.arange(length)[:, None] * 100.0 ** -(torch.arange(0, rotary, 2) / rotary)
+    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1), interleaved)
 
 
 def _make_input(
@@ -34,6 +42,10 @@ def _make_input(
     num_layers, num_heads, num_slots, _ = keys.shape
     if positions is None:
         positions = torch.arange(num_slots, dtype=torch.int32).expand(num_layers, num_heads, num_slots)
+    rotations: tuple[Rotation | None, ...] = ()
+    if (dim := keys.shape[3]) % 2 == 0 and (last := int(positions.max())) < 4096:
+        kinds = (make_rotation(last + 1, dim), make_rotation(last + 1, dim, interleaved=True), None)
+        rotations = tuple(kinds[layer % 3] for layer in range(num_layers))
     return ScoreInput(
         keys=keys,
         values=values,
@@ -45,6 +57,7 @@ def _make_input(
         sinks=2,
         window=window,
         seed=seed,
+        rotations=rotations,
     )
 
 

@@ -63,6 +63,70 @@ def test_keydiff_ignores_the_length_of_keys(make_input: MakeInput) -> None:
     torch.testing.assert_close(score(replace(x, keys=x.keys * lengths)), score(x), rtol=1e-4, atol=1e-6)
 
 
+def naive_ranks(row: list[float]) -> list[float]:
+    """0 for the lowest, 1 for the highest; equal ones share the mean of their places."""
+    return [(sum(b < a for b in row) + (sum(b == a for b in row) - 1) / 2) / max(len(row) - 1, 1) for a in row]
+
+
+def naive_undone(row: Rows, positions: list[int], theta: float, interleaved: bool) -> Rows:
+    """Keys as complex numbers, turned back by their positions."""
+    dim = row.shape[1]
+    a, b = (row[:, 0::2], row[:, 1::2]) if interleaved else (row[:, : dim // 2], row[:, dim // 2 :])
+    angles = np.outer(positions, [theta ** -(2 * i / dim) for i in range(dim // 2)])
+    turned = (a + 1j * b) * np.exp(-1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def naive_differences(values: Rows) -> list[float]:
+    return [norm(v - values.mean(axis=0)) for v in values]
+
+
+@pytest.mark.parametrize("recency", [0.0, 0.75])
+def test_kvdiff(make_input: MakeInput, recency: float) -> None:
+    positions = torch.arange(50, dtype=torch.int32) * 3 + 1
+    x = make_input(positions=positions.expand(3, 2, 50))
+    scores = policies.get("kvdiff", recency=recency).score(x)
+    for layer, rotation in enumerate(x.rotations):
+        for head in range(2):
+            keys = x.keys[layer, head].double().numpy()
+            if rotation is not None:
+                keys = naive_undone(keys, positions.tolist(), 100.0, rotation.interleaved)
+            anchor = sum(k / norm(k) for k in keys) / len(keys)
+            differ = [-float(k @ anchor) / (norm(k) * norm(anchor)) for k in keys]
+            values = naive_differences(x.values[layer, head].double().numpy())
+            ranks = (naive_ranks(differ), naive_ranks(values), naive_ranks(positions.tolist()))
+            want = [a + b * (1 + 2**-12) + recency * c for a, b, c in zip(*ranks, strict=True)]
+            torch.testing.assert_close(scores[layer, head], torch.tensor(want), rtol=1e-5, atol=1e-6)
+
+
+def test_kvdiff_without_a_rotation_takes_keys_as_they_are(make_input: MakeInput) -> None:
+    x = make_input()
+    score = policies.get("kvdiff").score
+    assert torch.equal(score(replace(x, rotations=()))[2], score(x)[2])
+    assert not torch.equal(score(replace(x, rotations=()))[0], score(x)[0])
+
+
+@pytest.mark.parametrize("radius", [0, 1, 4, 64])
+def test_vdiff(make_input: MakeInput, radius: int) -> None:
+    def formula(_: Rows, values: Rows) -> list[float]:
+        found = naive_differences(values)
+        near = [found[max(i - radius, 0) : i + radius + 1] for i in range(len(found))]
+        return [sum(some) / len(some) for some in near]
+
+    expect("vdiff", make_input(), formula, radius=radius)
+
+
+@pytest.mark.parametrize("radius", [-1, 65, 1.0, True, "4"])
+def test_bad_radius(radius: object) -> None:
+    with pytest.raises(SettingsError, match=r"option radius=.* must be an integer between 0 and 64"):
+        policies.get("vdiff", radius=radius)
+
+
+def test_bad_recency() -> None:
+    with pytest.raises(SettingsError, match=r"option recency=-1 of policy 'kvdiff' must be a number between 0 and 10"):
+        policies.get("kvdiff", recency=-1)
+
+
 @pytest.mark.parametrize("name", ["knorm", "vnorm", "keydiff"])
 def test_order_of_slots_does_not_matter(name: str, make_input: MakeInput) -> None:
     x = make_input()

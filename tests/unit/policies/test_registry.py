@@ -74,7 +74,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_built_in_policies_are_available() -> None:
-    assert {"gravity", "keydiff", "knorm", "random", "streaming", "vnorm"} <= set(policies.available())
+    assert {"gravity", "keydiff", "knorm", "kvdiff", "random", "streaming", "vdiff", "vnorm"} <= set(
+        policies.available()
+    )
     assert list(policies.available()) == sorted(policies.available())
     for name in policies._BUILT_IN:
         assert policies.get(name).name == name

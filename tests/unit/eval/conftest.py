@@ -1,0 +1,47 @@
+"""A tokenizer of words, and settings of a small grid."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from nitro.eval import texts
+from nitro.eval.case import Writer
+from nitro.eval.settings import EvalSettings
+
+
+@dataclass
+class WordTokenizer:
+    """A token is a word with the space before it, a digit, or another character."""
+
+    chat_template: str | None = "yes"
+    words: list[str] = field(default_factory=list)
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> SimpleNamespace:
+        assert not add_special_tokens
+        ids = []
+        for word in re.findall(r" ?[A-Za-z]+|\d|[^A-Za-z\d]", text):
+            if word not in self.words:
+                self.words.append(word)
+            ids.append(self.words.index(word))
+        return SimpleNamespace(input_ids=ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> str:
+        return f"<user>{messages[0]['content']}<assistant>"
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(self.words[i] for i in ids)
+
+
+@pytest.fixture
+def writer() -> Writer:
+    return Writer(WordTokenizer(), texts.sentences(None))
+
+
+@pytest.fixture
+def small() -> EvalSettings:
+    return EvalSettings(tasks=("needle-noise", "stories"), policies=("kvdiff",), budgets=(0.5, 0.25), contexts=6)
