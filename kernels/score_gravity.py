@@ -25,7 +25,6 @@ from nitro.kernels._score import (
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
-from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -145,8 +144,8 @@ def _check(layers: PagedLayers, batch: RaggedBatch, softening: float, order: Ten
 def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     split = dtype.itemsize == 4
     warps = 8 if split or head_dim > 128 else 4
-    # What is converted takes registers beside what it is converted to, and the widest keys leave none.
-    pulled = _PULLED // 2 if dtype in FP8 and head_dim > 128 else _PULLED
+    # The widest keys leave neither registers nor, with what Triton 3.6 keeps on sm_90, shared memory for more.
+    pulled = _PULLED // 2 if head_dim > 128 else _PULLED
     shape = tile_shape(dtype, head_dim, _TILE_BYTES)
     return {
         **shape,

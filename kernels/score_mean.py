@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,16 +17,19 @@ from nitro.kernels._score import (
     dense_rows,
     layers_constants,
     norms_ref,
-    number_bytes,
     part_constants,
     parts_of,
+    power_of_two,
+    register_limit,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _MIN_NORM = 1e-12  # a shorter vector has no direction worth the name
 _WARPS = 4
+_HEADS = 4  # that share what is fetched of RoPE's table
 _TILE_BYTES = 4096  # the sum over a row takes as many registers as a tile does, in float32
 
 
@@ -96,10 +100,12 @@ def keydiff_unrotated(
     if out.numel():
         from nitro.kernels._triton.score_mean import keydiff_unrotated_kernel
 
-        chosen = _unrotated_choice(layers.dtype, layers.head_dim)
+        chosen = _unrotated_choice(layers.dtype, layers.head_dim, layers.num_kv_heads)
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
+        limit = register_limit(_unrotated_maxnreg(chosen), layers.device)
         for part in parts_of(layers, batch, 2 * chosen["HALF"], 2):
-            keydiff_unrotated_kernel[(rows * part.per_row,)](
+            heads = chosen["HEADS"] if part.phase == 0 else 1
+            keydiff_unrotated_kernel[(rows // heads * part.per_row,)](
                 layers.base,
                 positions,
                 cos_sin,
@@ -121,7 +127,8 @@ def keydiff_unrotated(
                 INTERLEAVED=interleaved,
                 **part.constants,
                 **layers_constants(layers),
-                **chosen,
+                **(chosen | {"HEADS": heads}),
+                **limit,
             )
     return out
 
@@ -237,19 +244,25 @@ def _choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     return {**tile_shape(dtype, head_dim, _TILE_BYTES), "STAGES": 3, "num_warps": _WARPS}
 
 
-def _unrotated_choice(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    shape = tile_shape(dtype, head_dim, _TILE_BYTES)
-    wide = shape["WIDTH"] * number_bytes(dtype) >= 1024  # no tile has less than 16 slots
+def _unrotated_choice(dtype: torch.dtype, head_dim: int, heads: int) -> dict[str, int]:
+    half = power_of_two(head_dim) // 2
+    runs = max(half // (64 if dtype in FP8 else 32), 1)
+    # Short keys leave a single warp waiting, and a step of many small requests has too few programs for one each.
+    warps = 1 if half >= 64 else _WARPS
+    # One vector of 16 bytes for each thread and run, of both halves of the keys.
+    tile = max(warps * 32 * 16 * runs // (half * dtype.itemsize), 1)
     return {
-        "HALF": shape["WIDTH"] // 2,
-        "TILE": shape["TILE"],
-        # Not pipelined: rows of the table are fetched by positions that have to be there first, and what waits in
-        # shared memory meanwhile costs more than other programs on the multiprocessor hide.
-        "STAGES": 1,
+        "HALF": half,
+        "RUNS": runs,
+        "HEADS": math.gcd(heads, _HEADS) if half >= 64 else 1,
+        "TILE": tile,
         "COMPILED": not interpreted(),
-        "POLICY": "",
-        "num_warps": 2 * _WARPS if wide else _WARPS,
+        "num_warps": warps,
     }
+
+
+def _unrotated_maxnreg(chosen: dict[str, int]) -> dict[int, int]:
+    return {}
 
 
 def _check_table(layers: PagedLayers, cos_sin: Tensor, positions: Tensor | None) -> None:
@@ -292,9 +305,11 @@ def variants() -> list[Variant]:
     ):
         pointers = {"positions": "*i32", "cos_sin": f"*{table}", **partials}
         for phase in _phases(split):
-            chosen = _unrotated_choice(dtype, head_dim) | {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]
+            chosen = _unrotated_choice(dtype, head_dim, 1 if split else 8)
+            limit = _unrotated_maxnreg(chosen)
+            chosen |= {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]
             name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}{phase[0]}"
-            found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers))
+            found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers, limit))
     return found
 
 

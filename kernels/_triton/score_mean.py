@@ -20,7 +20,6 @@ from .score_tile import (
     length_here,
     load_rows,
     one_added_up,
-    position_of,
     ragged_row,
     reciprocal,
     row_of,
@@ -108,6 +107,38 @@ def keydiff_kernel(
 
 
 @triton.jit
+def _places(
+    positions,
+    first_position,
+    table,
+    start,
+    end,
+    stride_block,
+    stride_head,
+    stride_slot,
+    H,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Return slots, which are there, where they are in the cache, and their positions, each for HEADS heads in turn."""
+    lane = tl.arange(0, TILE)
+    head = lane % HEADS
+    slot = start + lane // HEADS
+    live = slot < end
+    position = slot
+    if positions is not None:
+        index = slot.to(tl.uint32)  # see `slot_offset`
+        block = tl.load(table + index // BLOCK_SIZE, mask=live, other=0).to(tl.uint32).to(tl.int64)
+        index = block * (H * BLOCK_SIZE) + (head * BLOCK_SIZE + (index % BLOCK_SIZE).to(tl.int32)).to(tl.int64)
+        position = tl.load(positions + first_position + index, mask=live, other=0)
+    offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
+    if HEADS > 1:
+        offset += head.to(tl.int64) * stride_head
+    return slot, live, offset, position
+
+
+@triton.jit
 def _pairs(
     pointer,
     offset,
@@ -121,41 +152,127 @@ def _pairs(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
+    RUNS: tl.constexpr,
     COMPILED: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
-    """Return keys as two tiles, cosines, sines, inverse determinants, all ``[len(offset), HALF]``, and what is known.
+    """Return keys as two tiles, cosines, sines, all ``[len(offset), RUNS, HALF // RUNS]``, and what is known.
 
     The first two tiles hold the two elements of each pair that is rotated together, then those that are not rotated.
     Where a position is not in the table, the numbers mean nothing.
     """
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, RUNS)[:, None] * (HALF // RUNS) + tl.arange(0, HALF // RUNS)[None, :]
     rotated = pair < ROTARY // 2
     if INTERLEAVED:
-        x = load_rows(pointer, offset, live, stride_dim, DTYPE, D, 2 * HALF)
-        a, b = tl.split(tl.reshape(x, [x.shape[0], HALF, 2]))
+        column = tl.arange(0, RUNS)[:, None] * (2 * HALF // RUNS) + tl.arange(0, 2 * HALF // RUNS)[None, :]
+        wanted = live[:, None, None]
+        if D < 2 * HALF:
+            wanted = wanted & (column < D)[None, :, :]
+        x = tl.load(pointer + offset[:, None, None] + (column.to(tl.int64) * stride_dim)[None, :, :], wanted, other=0)
+        a, b = tl.split(tl.reshape(as_numbers(x, DTYPE).to(tl.float32), [x.shape[0], RUNS, HALF // RUNS, 2]))
     else:
         first, second = pair, pair + D // 2
         if ROTARY < D:
             first = tl.where(rotated, pair, pair + ROTARY // 2)
             second = tl.where(rotated, pair + ROTARY // 2, pair + D // 2)
             if ROTARY % 16 == 0:  # runs of eight stay together, which the compiler can't see through the choice
-                first = tl.max_contiguous(tl.multiple_of(first, 8), 8)
-                second = tl.max_contiguous(tl.multiple_of(second, 4), 4) if D % 8 == 0 else second
-        wanted = live[:, None] & (pair < D // 2)[None, :]
-        a = tl.load(pointer + offset[:, None] + first[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
-        b = tl.load(pointer + offset[:, None] + second[None, :].to(tl.int64) * stride_dim, mask=wanted, other=0)
+                first = tl.max_contiguous(tl.multiple_of(first, [1, 8]), [1, 8])
+                second = tl.max_contiguous(tl.multiple_of(second, [1, 4]), [1, 4]) if D % 8 == 0 else second
+        wanted = live[:, None, None]
+        if D < 2 * HALF:
+            wanted = wanted & (pair < D // 2)[None, :, :]
+        at = pointer + offset[:, None, None]
+        a = tl.load(at + (first.to(tl.int64) * stride_dim)[None, :, :], mask=wanted, other=0)
+        b = tl.load(at + (second.to(tl.int64) * stride_dim)[None, :, :], mask=wanted, other=0)
         a, b = as_floats(as_numbers(a, DTYPE), COMPILED), as_floats(as_numbers(b, DTYPE), COMPILED)
     inside = live & (position >= 0) & (position < max_position)
-    angle = cos_sin + tl.where(inside, position, 0).to(tl.int64)[:, None] * ROTARY + pair[None, :]
-    wanted = inside[:, None]
+    angle = cos_sin + tl.where(inside, position, 0).to(tl.int64)[:, None, None] * ROTARY + pair[None, :, :]
+    wanted = inside[:, None, None]
     if ROTARY < 2 * HALF:
-        wanted = wanted & rotated[None, :]
-    cos = tl.load(angle, mask=wanted, other=1.0, eviction_policy=POLICY)
-    sin = tl.load(angle + ROTARY // 2, mask=wanted, other=0.0, eviction_policy=POLICY)
-    cos, sin = as_floats(cos, COMPILED), as_floats(sin, COMPILED)
-    # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant.
-    return a, b, cos, sin, reciprocal(cos * cos + sin * sin, COMPILED), inside
+        wanted = wanted & rotated[None, :, :]
+    cos = tl.load(angle, mask=wanted, other=1.0)
+    sin = tl.load(angle + ROTARY // 2, mask=wanted, other=0.0)
+    return a, b, as_floats(cos, COMPILED), as_floats(sin, COMPILED), inside
+
+
+@triton.jit
+def _sum_of_pairs(x):
+    """Return sums over the pairs of each slot: over runs first, of which a thread has all."""
+    return tl.sum(tl.sum(x, axis=1), axis=1)
+
+
+@triton.jit
+def _unit_sums(
+    pointer,
+    positions,
+    first_position,
+    table,
+    cos_sin,
+    out,
+    out_stride,
+    begin,
+    end,
+    max_position,
+    stride_block,
+    stride_head,
+    stride_slot,
+    stride_dim,
+    H,
+    CAREFUL: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    RUNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the heads' sums of unit keys, undone, ``[HEADS, RUNS, HALF // RUNS]`` each; store inverse norms.
+
+    Unless CAREFUL, one number that is not finite makes a sum NaN: a choice for each number is an instruction.
+    """
+    sums_a = tl.zeros([TILE, RUNS, HALF // RUNS], tl.float32)
+    sums_b = tl.zeros([TILE, RUNS, HALF // RUNS], tl.float32)
+    slot, live, offset, position = _places(
+        positions, first_position, table, begin, end, stride_block, stride_head, stride_slot, H, BLOCK_SIZE, TILE, HEADS
+    )
+    for start in range(begin, end, TILE // HEADS):
+        a, b, cos, sin, inside = _pairs(
+            pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF,
+            RUNS, COMPILED,
+        )  # fmt: skip
+        here, there = out + (tl.arange(0, TILE) % HEADS).to(tl.int64) * out_stride + slot, live
+        # Where the next ones are: looked up while these come.
+        slot, live, offset, position = _places(
+            positions, first_position, table, start + TILE // HEADS, end, stride_block, stride_head, stride_slot, H,
+            BLOCK_SIZE, TILE, HEADS,
+        )  # fmt: skip
+        # The table may scale (YaRN) and is rounded: not a rotation exactly, so divide by its determinant. But for that,
+        # a rotation leaves lengths as they are.
+        inverse = reciprocal(cos * cos + sin * sin, COMPILED)
+        square = _sum_of_pairs((a * a + b * b) * inverse)
+        good = inside & finite(square)
+        scale = tl.minimum(tl.rsqrt(square), 1.0 / _MIN_NORM)
+        # The second pass needs it again, and a NaN there makes the score one.
+        tl.store(here, tl.where(good, scale, float("nan")), mask=there)
+        inverse *= tl.where(good, scale, 0.0)[:, None, None]
+        undone_a, undone_b = a * cos + b * sin, b * cos - a * sin
+        if CAREFUL:
+            undone_a = tl.where(good[:, None, None], undone_a, 0.0)
+            undone_b = tl.where(good[:, None, None], undone_b, 0.0)
+        sums_a += undone_a * inverse
+        sums_b += undone_b * inverse
+    shape: tl.constexpr = [TILE // HEADS, HEADS, RUNS, HALF // RUNS]
+    return tl.sum(tl.reshape(sums_a, shape), axis=0), tl.sum(tl.reshape(sums_b, shape), axis=0)
+
+
+@triton.jit
+def _for_slots(x, SLOTS: tl.constexpr):
+    """Return what each head has, ``[HEADS, RUNS, n]``, for a tile of slots: ``[SLOTS * HEADS, RUNS, n]``."""
+    x = tl.broadcast_to(x[None, :, :, :], [SLOTS, x.shape[0], x.shape[1], x.shape[2]])
+    return tl.reshape(x, [SLOTS * x.shape[1], x.shape[2], x.shape[3]])
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "num_blocks", "max_position", "chunks", "partial_rows", "L", "H"])
@@ -187,18 +304,24 @@ def keydiff_unrotated_kernel(
     INTERLEAVED: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,  # at least D / 2
+    RUNS: tl.constexpr,  # that HALF is cut into: a thread has some numbers of each
+    HEADS: tl.constexpr,  # of a program, side by side: a divisor of H, a power of two, and 1 but in phase 0
     COMPILED: tl.constexpr,  # for a GPU, whose own instructions may be used
-    POLICY: tl.constexpr,  # which of what is in the multiprocessor's cache the table's rows are to replace
     BLOCK_SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILE: tl.constexpr,  # slots of all these heads together
 ):
-    """As `keydiff_kernel`, on keys as they were before RoPE."""
-    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H)
+    """As `keydiff_kernel`, on keys as they were before RoPE.
+
+    Heads that are side by side have the same positions until something is evicted, and similar ones later: their
+    threads share what is fetched of the table, which otherwise is as much as the keys.
+    """
+    request, layer, head = row_of(tl.program_id(0) // chunks if PHASE > 0 else tl.program_id(0), L, H // HEADS)
+    head = head * HEADS
     pointer = head_pointer(base, layer, head, stride_head, DTYPE, ALIGNED)
     table = tables + request.to(tl.int64) * max_blocks
+    first_position = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
     out += ragged_row(offsets, request, layer, head, H, total)
     length = length_here(lengths, request, PHASE, WHOLE)
     chunk, begin, end = 0, 0, length  # known when this is compiled: that saves registers
@@ -209,60 +332,51 @@ def keydiff_unrotated_kernel(
     pair = tl.arange(0, HALF)
 
     if PHASE < 2:
-        sums_a = tl.zeros([TILE, HALF], tl.float32)
-        sums_b = tl.zeros([TILE, HALF], tl.float32)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            slot = start + tl.arange(0, TILE)
-            live = slot < end
-            position = slot
-            if positions is not None:
-                position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
-            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            a, b, cos, sin, inverse, inside = _pairs(
-                pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF,
-                COMPILED, POLICY,
+        anchor_a, anchor_b = _unit_sums(
+            pointer, positions, first_position, table, cos_sin, out, total, begin, end, max_position,
+            stride_block, stride_head, stride_slot, stride_dim, H, False, ROTARY, INTERLEAVED, D, HALF, RUNS, HEADS,
+            COMPILED, BLOCK_SIZE, DTYPE, TILE,
+        )  # fmt: skip
+        if not finite(tl.sum(_sum_of_pairs(anchor_a * anchor_a + anchor_b * anchor_b), axis=0)):
+            anchor_a, anchor_b = _unit_sums(
+                pointer, positions, first_position, table, cos_sin, out, total, begin, end, max_position,
+                stride_block, stride_head, stride_slot, stride_dim, H, True, ROTARY, INTERLEAVED, D, HALF, RUNS, HEADS,
+                COMPILED, BLOCK_SIZE, DTYPE, TILE,
             )  # fmt: skip
-            # A rotation leaves lengths as they are, but for the determinant.
-            square = tl.sum((a * a + b * b) * inverse, axis=1)
-            good = inside & finite(square)
-            scale = tl.minimum(tl.rsqrt(square), 1.0 / _MIN_NORM)
-            # The second pass needs it again, and a NaN there makes the score one.
-            tl.store(out + slot, tl.where(good, scale, float("nan")), mask=live)
-            inverse *= tl.where(good, scale, 0.0)[:, None]
-            sums_a += tl.where(good[:, None], a * cos + b * sin, 0.0) * inverse
-            sums_b += tl.where(good[:, None], b * cos - a * sin, 0.0) * inverse
-        anchor_a = tl.sum(sums_a, axis=0)
-        anchor_b = tl.sum(sums_b, axis=0)
         if PHASE == 0:
             tl.debug_barrier()  # other threads of this program read the inverse norms
         elif begin < end:
-            tl.store(partials + chunk * 2 * HALF + pair, anchor_a)
-            tl.store(partials + chunk * 2 * HALF + HALF + pair, anchor_b)
+            tl.store(partials + chunk * 2 * HALF + pair, tl.reshape(anchor_a, [HALF]))
+            tl.store(partials + chunk * 2 * HALF + HALF + pair, tl.reshape(anchor_b, [HALF]))
 
     if PHASE != 1:
         if PHASE == 2:
-            anchor_a = added_up(partials, length, pair, CHUNK, 2 * HALF)
-            anchor_b = added_up(partials, length, pair + HALF, CHUNK, 2 * HALF)
-        norm = tl.maximum(tl.sqrt_rn(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, axis=0)), _MIN_NORM)
-        anchor_a /= norm
-        anchor_b /= norm
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            slot = start + tl.arange(0, TILE)
-            live = slot < end
-            position = slot
-            if positions is not None:
-                position = position_of(positions, table, slot, live, layer, head, num_blocks, H, BLOCK_SIZE)
-            offset = slot_offset(table, slot, live, stride_block, stride_slot, BLOCK_SIZE)
-            scale = tl.load(out + slot, mask=live, other=0.0)
-            a, b, cos, sin, inverse, _ = _pairs(
+            anchor_a = tl.reshape(added_up(partials, length, pair, CHUNK, 2 * HALF), [1, RUNS, HALF // RUNS])
+            anchor_b = tl.reshape(added_up(partials, length, pair + HALF, CHUNK, 2 * HALF), [1, RUNS, HALF // RUNS])
+        norm = tl.maximum(tl.sqrt_rn(_sum_of_pairs(anchor_a * anchor_a + anchor_b * anchor_b)), _MIN_NORM)
+        anchor_a = _for_slots(anchor_a / norm[:, None, None], TILE // HEADS)
+        anchor_b = _for_slots(anchor_b / norm[:, None, None], TILE // HEADS)
+        slot, live, offset, position = _places(
+            positions, first_position, table, begin, end, stride_block, stride_head, stride_slot, H, BLOCK_SIZE, TILE,
+            HEADS,
+        )  # fmt: skip
+        for start in range(begin, end, TILE // HEADS):
+            a, b, cos, sin, _ = _pairs(
                 pointer, offset, position, live, cos_sin, max_position, stride_dim, DTYPE, D, ROTARY, INTERLEAVED, HALF,
-                COMPILED, POLICY,
+                RUNS, COMPILED,
             )  # fmt: skip
+            here, there = out + (tl.arange(0, TILE) % HEADS).to(tl.int64) * total + slot, live
+            scale = tl.load(here, mask=there, other=0.0)
+            slot, live, offset, position = _places(
+                positions, first_position, table, start + TILE // HEADS, end, stride_block, stride_head, stride_slot, H,
+                BLOCK_SIZE, TILE, HEADS,
+            )  # fmt: skip
+            inverse = reciprocal(cos * cos + sin * sin, COMPILED)
             # The anchor's product with the key undone is the key's with the anchor turned.
-            turned_a = cos * anchor_a[None, :] - sin * anchor_b[None, :]
-            turned_b = sin * anchor_a[None, :] + cos * anchor_b[None, :]
-            cosine = tl.sum((a * turned_a + b * turned_b) * inverse, axis=1) * scale
-            tl.store(out + slot, -cosine, mask=live)
+            turned_a = cos * anchor_a - sin * anchor_b
+            turned_b = sin * anchor_a + cos * anchor_b
+            cosine = _sum_of_pairs((a * turned_a + b * turned_b) * inverse) * scale
+            tl.store(here, -cosine, mask=there)
 
 
 @triton.jit(do_not_specialize=["total", "max_blocks", "chunks", "partial_rows", "L", "H"])

@@ -181,6 +181,12 @@ def load_element_runs(
     Threads are side by side along the last axis alone, so that fewer have a slot, with more of its numbers each: less
     to exchange where they are added up, and fewer addresses.
     """
+    # Threads that were left over would go to the second axis. Triton 3.6 numbers them after those of the first one, and
+    # then takes other threads for them where it adds up over both axes (`sum_of_runs`).
+    tl.static_assert(
+        RUNS == 1 or pointer.dtype.element_ty.primitive_bitwidth * offset.shape[0] * (WIDTH // RUNS) >= 32 * 128,
+        "too few slots for the threads of a warp",
+    )
     column = tl.arange(0, RUNS)[:, None] * (WIDTH // RUNS) + tl.arange(0, WIDTH // RUNS)[None, :]
     wanted = live[:, None, None]
     if WIDTH > D:

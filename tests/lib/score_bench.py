@@ -10,6 +10,7 @@ from kernel_bench import Setup, Task
 from tolerances import assert_close
 
 from nitro.kernels import score
+from nitro.kernels.fp8 import FP8
 from nitro.kernels.paged import PagedLayers, RaggedBatch
 
 _RADIUS = 4
@@ -68,7 +69,9 @@ def make_inputs(setup: Setup) -> Inputs:
         torch.arange(shape.layers, device=device),
         torch.arange(shape.heads, device=device),
         # As in vLLM, of the model's own type.
-        torch.cat([angles.cos(), angles.sin()], -1).to(setup.layers.dtype),
+        torch.cat([angles.cos(), angles.sin()], -1).to(
+            torch.bfloat16 if setup.layers.dtype in FP8 else setup.layers.dtype
+        ),
     )
 
 
