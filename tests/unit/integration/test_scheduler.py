@@ -337,9 +337,9 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("num_blocks", [13, 60])
+@pytest.mark.parametrize(("num_blocks", "slack"), [(13, 8), (60, 8), (16, 40)])
 def test_early_answers_change_nothing(
-    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, num_blocks: int
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, num_blocks: int, slack: int
 ) -> None:
     histories, asked = [], []
     for early in (True, False):
@@ -353,7 +353,7 @@ def test_early_answers_change_nothing(
             calls += 1
             return stock(self, *args, **kwargs)
 
-        sim = simulate(num_blocks=num_blocks, seed=7, lag=lag)
+        sim = simulate(num_blocks=num_blocks, seed=7, lag=lag, slack=slack)
         assert isinstance(sim.scheduler.kv_cache_manager, NitroKVCacheManager) == early
         history: list[Any] = []
         step = sim.step
