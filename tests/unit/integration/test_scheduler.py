@@ -264,6 +264,19 @@ def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch
     now[0] += slots.INTERVAL
     assert watch.look(running) is None
     assert watch.look([]) == slots.SlotUse()
+    # Nor is one counted with the slots of another one that got its name.
+    now[0] += slots.INTERVAL
+    first, rest = names[:3], [names[i] for i in (3, 5)]
+    counted = each(first)
+    assert watch.look(running) is None
+    sim.abort(names[6])
+    sim.counter = 6
+    assert sim.add(prompt(20, 50), 4) == names[6]
+    sim.step()
+    use = watch.look(running)
+    assert use is not None
+    counted += each(rest)
+    assert use[:2] == (sum(held for held, _ in counted), sum(used for _, used in counted))
     sim.drain()
 
 
