@@ -50,14 +50,25 @@ class Admission:
         self._collector = collector
         self._peak = peak
         self._growing = growing
+        self._sessions: set[str] = set()  # streamed inputs that were foreseen
         self._counted = 0  # running requests whose prompts are counted in ...
         self._reserve: int | None = None  # of this step, once somebody has asked
 
     def begin_step(self) -> None:
         """Begin a step, in which requests are cut back first; then those that run get slots, then others get in."""
         self.forecast.begin_step()
+        self._drop_parked()
         self._counted = len(self._scheduler.running)
         self._reserve = None
+
+    def _drop_parked(self) -> None:
+        """Expect nothing of streamed inputs that wait for their next part, with all their blocks."""
+        requests = self._scheduler.requests
+        for name in tuple(self._sessions):
+            request = requests.get(name)
+            if request is None or request.status != RequestStatus.RUNNING:
+                self._sessions.discard(name)
+                self.forecast.drop(name)
 
     def expect(self, request: Request, rule: BudgetRule, physical: int) -> None:
         """Foresee a request that gets one token in each step from now on, if it is to be cut back soon.
@@ -82,6 +93,8 @@ class Admission:
             return
         if gap > 0:
             self.forecast.expect(request.request_id, physical, gap, kept, again, left)
+            if request.resumable:
+                self._sessions.add(request.request_id)
 
     def reserve(self) -> int:
         """Return how many blocks have to stay free; to be asked when those that run have got this step's slots."""

@@ -73,7 +73,8 @@ class SlotWatch:
         total, live, worst_held, worst_used = self._use
         for request in requests:
             name = request.request_id
-            if not (blocks := tables.get(name)):
+            # One that has finished since may have left its name to another one.
+            if request.is_finished() or not (blocks := tables.get(name)):
                 continue
             held, gone = len(blocks) * size, evicted(name)
             used = request.num_computed_tokens - gone

@@ -103,6 +103,19 @@ def give_a_destination_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepEvictions, "_move", leaky)
 
 
+def remember_what_was_enough(patch: pytest.MonkeyPatch) -> None:
+    """A request that was cut back is believed to have the blocks that it had before."""
+    commit = StepEvictions.commit
+
+    def forgetful(self: StepEvictions) -> StepPlan:
+        before = dict(self._manager.nitro_enough)
+        plan = commit(self)
+        self._manager.nitro_enough.update({name: before[name] for name in self._names if name in before})
+        return plan
+
+    patch.setattr(StepEvictions, "commit", forgetful)
+
+
 ALL: tuple[Plant, ...] = (
     lose_a_plan,
     remember_the_preempted,
@@ -112,4 +125,5 @@ ALL: tuple[Plant, ...] = (
     ship_a_stale_epoch,
     alias_a_destination,
     give_a_destination_away,
+    remember_what_was_enough,
 )

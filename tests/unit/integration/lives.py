@@ -41,16 +41,19 @@ class Turmoil:
         in_plan: a request is aborted after the step that evicts from it was scheduled, before its answer is there.
         reset: all running requests are preempted.
         burst: many requests arrive at once.
+        session: a streamed input begins, or one that is there goes on or ends.
     """
 
     storm: float = 0.0
     in_plan: float = 0.0
     reset: float = 0.0
     burst: float = 0.0
+    session: float = 0.0
 
 
 CALM = Turmoil()
 WILD = Turmoil(storm=0.01, in_plan=0.03, reset=0.005, burst=0.01)
+STREAMED = Turmoil(in_plan=0.01, burst=0.005, session=0.3)
 
 
 @dataclass(slots=True)
@@ -116,6 +119,8 @@ def mingle(sim: Simulation, steps: int, asked: Sequence[object] = (None,), turmo
 
 def _disturb(sim: Simulation, asked: Sequence[object], turmoil: Turmoil, happened: Happened) -> None:
     draw = sim.random
+    if turmoil.session and draw.random() < turmoil.session:
+        _stream(sim, draw.choice(asked))
     if draw.random() < turmoil.burst:
         for _ in range(8):
             own = draw.choice(asked)
@@ -128,6 +133,18 @@ def _disturb(sim: Simulation, asked: Sequence[object], turmoil: Turmoil, happene
     if draw.random() < turmoil.reset and not sim.in_flight and sim.scheduler.running:
         assert sim.scheduler.reset_prefix_cache(reset_running_requests=True)
         happened.resets += 1
+
+
+def _stream(sim: Simulation, own: object) -> None:
+    """Begin a streamed input, send the next part of one, whether the last is answered or not, or end one."""
+    draw, here = sim.random, list(sim.sessions)
+    part, answer = prompt(draw.randint(1, 40), draw.randrange(1000)), draw.randint(1, 20)
+    if len(here) < 3:
+        sim.add_session(part, answer, own)
+    elif draw.random() < 0.1:
+        sim.end_session(draw.choice(here))
+    else:
+        sim.continue_session(draw.choice(here), part, answer, own)
 
 
 def _abort_in_plan(sim: Simulation, output: Any, turmoil: Turmoil) -> list[str]:

@@ -70,6 +70,15 @@ class WorkerRequest:
     def evicted(self) -> int:
         return self.since - len(self.kept)
 
+    def forget(self) -> None:
+        """Begin anew, as a request does that was preempted."""
+        self.kept, self.since, self.epoch = [], 0, 0
+
+    def go_on(self, blocks: list[int], tokens: list[int], computed: int) -> None:
+        """Begin the next part of a streamed input: what was computed stays, up to the last answer's end."""
+        self.blocks, self.tokens = blocks, tokens
+        del self.stamps[computed:]
+
     def visible(self, logical: int) -> list[int]:
         return [*self.kept, *range(self.since, logical)]
 
@@ -92,6 +101,7 @@ class Simulation:
         self.lag = lag
         self.slots: dict[tuple[int, int], Stamp] = {}
         self.known: dict[str, WorkerRequest] = {}
+        self.sessions: dict[str, int] = {}  # streamed inputs that go on, and how many tokens they may still have
         self.in_flight: deque[tuple[SchedulerOutput, dict[str, int]]] = deque()
         self.stats: deque[Any] = deque(maxlen=1000)
         self.watched = True  # whether ledger and pool are checked in each step; the shadow cache always is
@@ -100,17 +110,42 @@ class Simulation:
         self.reached: int | None = None  # what every question is answered with; by chance if None
         self.counted: Messages | None = None
         self.counter = 0
-        self.reads = self.evictions = self.preemptions = self.hits = self.steps = 0
+        self.reads = self.evictions = self.preemptions = self.hits = self.steps = self.parts = 0
 
     def add(self, prompt: list[int], max_tokens: int, nitro: object = None) -> str:
         """Add a request, with settings of its own where given; returns its name."""
         self.counter += 1
         name = f"r{self.counter}"
+        self._send(name, prompt, max_tokens, nitro, resumable=False)
+        return name
+
+    def add_session(self, prompt: list[int], max_tokens: int, nitro: object = None) -> str:
+        """Add a streamed input with its first part; returns its name."""
+        self.counter += 1
+        name = f"s{self.counter}"
+        self.sessions[name] = self.scheduler.max_model_len - 1
+        self.continue_session(name, prompt, max_tokens, nitro)
+        return name
+
+    def continue_session(self, name: str, prompt: list[int], max_tokens: int, nitro: object = None) -> None:
+        """Send the next part of a streamed input, or end it if there is no room for that."""
+        self.sessions[name] -= len(prompt) + max_tokens
+        if self.sessions[name] < 0:
+            self.end_session(name)
+        else:
+            self._send(name, prompt, max_tokens, nitro, resumable=True)
+
+    def end_session(self, name: str) -> None:
+        """Say that there are no more parts."""
+        del self.sessions[name]
+        if name in self.scheduler.requests:
+            self._send(name, [0], 1, None, resumable=False)
+
+    def _send(self, name: str, prompt: list[int], max_tokens: int, nitro: object, *, resumable: bool) -> None:
         extra = None if nitro is None else {"nitro": nitro}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         params.update_from_generation_config({}, 511)
-        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
-        return name
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher, resumable=resumable))
 
     def step(self, during: Callable[[SchedulerOutput], object] = lambda _: None) -> SchedulerOutput:
         """Schedule one step, let the worker run it, and deliver what the worker finished ``lag`` steps ago.
@@ -133,10 +168,21 @@ class Simulation:
         pool = self.scheduler.kv_cache_manager.block_pool
         nitro = self.scheduler.nitro  # type: ignore[attr-defined]
         nitro.collector.check_integrity(view_of(pool))
+        self._check_enough()
         assert nitro.admission.forecast.names <= {request.request_id for request in self.scheduler.running}
         assert self.scheduler.running or nitro.admission.forecast.most == 0
 
+    def _check_enough(self) -> None:
+        """Prove that a remembered number never hides a block that a request needs, or one that it publishes."""
+        manager = self.scheduler.nitro.manager  # type: ignore[attr-defined]
+        for name, enough in manager.nitro_enough.items():
+            evicted = manager.nitro.evicted(name)
+            assert enough <= len(manager.req_to_blocks.get(name, ())) * BLOCK + evicted, name
+            assert evicted or enough < (manager.num_cached_block.get(name, 0) + 1) * BLOCK, name
+
     def drain(self, limit: int = 5000) -> None:
+        for name in list(self.sessions):
+            self.end_session(name)
         for _ in range(limit):
             if not self.scheduler.has_requests() and not self.in_flight:
                 break
@@ -148,8 +194,10 @@ class Simulation:
             left = [(r.request_id, str(r.status), r.num_tokens) for r in self.scheduler.requests.values()]
             raise AssertionError(f"requests are stuck (id, status, tokens): {left}")
         assert_pool_whole(self.scheduler)
+        assert not self.scheduler.nitro.manager.nitro_enough  # type: ignore[attr-defined]
 
     def abort(self, name: str) -> None:
+        self.sessions.pop(name, None)
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _deliver(self) -> None:
@@ -172,15 +220,21 @@ class Simulation:
         for name in output.finished_req_ids:
             self.known.pop(name, None)
         self.preemptions += len(output.preempted_req_ids or ())
+        for name in output.preempted_req_ids or ():
+            self.known[name].forget()
         self._apply(output)
         self._answer(getattr(output, ASKS, None))
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for data in output.scheduled_new_reqs:
             known = self.known.get(data.req_id)
+            computed[data.req_id] = data.num_computed_tokens
+            if known and data.num_computed_tokens and data.req_id.startswith("s"):
+                self.parts += 1
+                known.go_on(list(data.block_ids[0]), list(data.prompt_token_ids or []), data.num_computed_tokens)
+                continue
             tokens = known.tokens if known else list(data.prompt_token_ids or [])  # the V2 runner resumes as new
             self.known[data.req_id] = WorkerRequest(list(data.block_ids[0]), tokens)
-            computed[data.req_id] = data.num_computed_tokens
             self.hits += data.num_computed_tokens > 0
         for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             request = self.known[name]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -25,6 +26,7 @@ from nitro.kernels.shift import shift_to_slots_ref
 from nitro.types import StepPlan
 
 from . import simulation
+from .lives import STREAMED, mingle
 
 ROWS, COLUMNS, TOKENS = 16, 24, 256
 
@@ -200,8 +202,7 @@ class Driven(simulation.Simulation):
         assert runner.sampled[: len(names)].tolist() == ends, "the sampler sees logical lengths"
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_rows_lengths_and_positions(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+def make_config(tiny: Callable[[str], Path], lag: int) -> VllmConfig:
     config = EngineArgs(
         model=str(tiny("llama-gqa")),
         skip_tokenizer_init=True,
@@ -213,6 +214,12 @@ def test_rows_lengths_and_positions(tiny: Callable[[str], Path], monkeypatch: py
         additional_config=nitro.vllm_config(budget=40, sinks=2, window=4, slack=8),
     ).create_engine_config()
     config.scheduler_config.async_scheduling = lag > 0
+    return config
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rows_lengths_and_positions(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    config = make_config(tiny, lag)
     evictions = preemptions = hits = shifted = 0
     for seed in range(3):
         sim = Driven(config, 14, seed=seed, lag=lag)
@@ -235,3 +242,17 @@ def test_rows_lengths_and_positions(tiny: Callable[[str], Path], monkeypatch: py
     assert shifted > 500
     assert preemptions > 0
     assert hits > 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_next_part_of_a_streamed_input(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    sim = Driven(make_config(tiny, lag), 200, seed=3, lag=lag)  # without preemptions: see test_simulation.py
+    sim.scheduler.use_v2_model_runner = True
+    sim.runner = make_runner(monkeypatch)
+    mingle(sim, 300, turmoil=STREAMED)
+    assert sim.parts > 30
+    assert sim.runner.nitro.applied == sim.evictions > 20
+    assert sim.shifted > 200
+    assert sim.preemptions == 0

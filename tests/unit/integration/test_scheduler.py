@@ -264,6 +264,19 @@ def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch
     now[0] += slots.INTERVAL
     assert watch.look(running) is None
     assert watch.look([]) == slots.SlotUse()
+    # Nor is one counted with the slots of another one that got its name.
+    now[0] += slots.INTERVAL
+    first, rest = names[:3], [names[i] for i in (3, 5)]
+    counted = each(first)
+    assert watch.look(running) is None
+    sim.abort(names[6])
+    sim.counter = 6
+    assert sim.add(prompt(20, 50), 4) == names[6]
+    sim.step()
+    use = watch.look(running)
+    assert use is not None
+    counted += each(rest)
+    assert use[:2] == (sum(held for held, _ in counted), sum(used for _, used in counted))
     sim.drain()
 
 
@@ -337,9 +350,9 @@ def test_every_request_is_looked_at_in_the_step_in_which_it_is_due(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("num_blocks", [13, 60])
+@pytest.mark.parametrize(("num_blocks", "slack"), [(13, 8), (60, 8), (16, 40)])
 def test_early_answers_change_nothing(
-    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, num_blocks: int
+    simulate: Make, monkeypatch: pytest.MonkeyPatch, lag: int, num_blocks: int, slack: int
 ) -> None:
     histories, asked = [], []
     for early in (True, False):
@@ -353,7 +366,7 @@ def test_early_answers_change_nothing(
             calls += 1
             return stock(self, *args, **kwargs)
 
-        sim = simulate(num_blocks=num_blocks, seed=7, lag=lag)
+        sim = simulate(num_blocks=num_blocks, seed=7, lag=lag, slack=slack)
         assert isinstance(sim.scheduler.kv_cache_manager, NitroKVCacheManager) == early
         history: list[Any] = []
         step = sim.step

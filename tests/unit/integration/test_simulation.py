@@ -12,17 +12,17 @@ import nitro
 from nitro.ipc import Producer
 
 from . import faults
-from .lives import BY_DATA, MIXED, WILD, Happened, mingle, prompt
+from .lives import BY_DATA, MIXED, STREAMED, WILD, Happened, Turmoil, mingle, prompt
 from .simulation import BLOCK, Simulation
 
 Make = Callable[..., Simulation]
 
 
-def live(sim: Simulation, steps: int) -> Happened:
+def live(sim: Simulation, steps: int, turmoil: Turmoil = WILD) -> Happened:
     """Let requests live until the engine has made so many steps."""
     total = Happened()
     while sim.steps < steps:
-        happened = mingle(sim, 500, MIXED, WILD)
+        happened = mingle(sim, 500, MIXED, turmoil)
         for name in ("aborts", "storms", "in_plan", "ended_in_plan", "resets"):
             setattr(total, name, getattr(total, name) + getattr(happened, name))
     return total
@@ -58,6 +58,20 @@ def test_where_the_data_decides(simulate: Make, seed: int, lag: int, num_blocks:
     assert asks.answered > sim.steps / 50
     assert asks.stale > sim.steps / 500
     assert asks.lost > sim.steps / 500
+
+
+# Rooms for which stock vLLM can serve them, too: where parts that wait hold all blocks, none of them goes on; and a
+# session that is preempted while the last token of its part is on its way is never scheduled again.
+@pytest.mark.parametrize(("lag", "num_blocks"), [(0, 80), (1, 200)])
+@pytest.mark.parametrize("changes", [{}, BY_DATA, {"evict_prompt": False}], ids=["budget", "threshold", "no prompts"])
+def test_streamed_inputs_keep_what_they_have_from_part_to_part(
+    simulate: Make, changes: dict[str, Any], lag: int, num_blocks: int
+) -> None:
+    sim = simulate(num_blocks=num_blocks, seed=6, lag=lag, **changes)
+    live(sim, 600, STREAMED)
+    assert sim.parts > 40
+    assert sim.evictions > 40
+    assert sim.preemptions == 0 or not lag
 
 
 def alone(sim: Simulation, reached: int, length: int, answer: int) -> int:
@@ -137,7 +151,8 @@ def test_planted_faults_are_caught(
 
     def run() -> None:
         for seed in range(12):
-            sim = simulate(num_blocks=18, seed=seed, lag=1, chunk=128)
+            # With more slack than a block has slots, so that evictions of requests that decode give blocks back, too.
+            sim = simulate(num_blocks=18, seed=seed, lag=1, chunk=128, slack=8 if seed % 2 else 24)
             sim.watched = watched
             mingle(sim, 300)
 
