@@ -156,6 +156,7 @@ class KernelCompactor(Compactor):
             checked_score_ragged(policy, x)
         self.policy = policy
         self._say_what_cannot_be_undone()
+        self._static = None  # its memory is free for the new one's
         self._static = self._make_static()
 
     def _make_static(self) -> StaticEvents | None:

@@ -7,7 +7,9 @@ numbers of requests, of which those that are missing in a step have no slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,6 +145,19 @@ class StaticEvent:
             self._graph.replay()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and not meanwhile: what a graph or its memory is freed by breaks a capture."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class StaticEvents:
     """Evictions of a few sizes."""
 
@@ -156,8 +171,9 @@ class StaticEvents:
         # The largest first: the memory that the others share is as large as it gets, then.
         self._events = sorted(events, key=lambda event: event.requests, reverse=True)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        for event in self._events:
-            event.prepare(device, pool)
+        with _no_collection():
+            for event in self._events:
+                event.prepare(device, pool)
         self._events.reverse()
 
     @property
