@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -206,7 +208,7 @@ def variants() -> list[Variant]:
         (torch.float8_e4m3fn, 128, 128, False),
         (torch.float8_e5m2, 256, 128, False),
     ):
-        chosen = _choice(dtype, head_dim, lag)
+        chosen: dict[str, Any] = dict(_choice(dtype, head_dim, lag))
         limit = _maxnreg(dtype, chosen)
         chosen |= {"RANKED": True} | ({} if ordered else {"order": None})
         name = f"score-lagkv-{lag}{'-ordered' if ordered else ''}"

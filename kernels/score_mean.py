@@ -20,7 +20,6 @@ from nitro.kernels._score import (
     part_constants,
     parts_of,
     power_of_two,
-    register_limit,
     tile_shape,
 )
 from nitro.kernels._triton.variants import Variant
@@ -102,7 +101,6 @@ def keydiff_unrotated(
 
         chosen = _unrotated_choice(layers.dtype, layers.head_dim, layers.num_kv_heads)
         rows = batch.num_requests * layers.num_layers * layers.num_kv_heads
-        limit = register_limit(_unrotated_maxnreg(chosen), layers.device)
         for part in parts_of(layers, batch, 2 * chosen["HALF"], 2):
             heads = chosen["HEADS"] if part.phase == 0 else 1
             keydiff_unrotated_kernel[(rows // heads * part.per_row,)](
@@ -128,7 +126,6 @@ def keydiff_unrotated(
                 **part.constants,
                 **layers_constants(layers),
                 **(chosen | {"HEADS": heads}),
-                **limit,
             )
     return out
 
@@ -261,10 +258,6 @@ def _unrotated_choice(dtype: torch.dtype, head_dim: int, heads: int) -> dict[str
     }
 
 
-def _unrotated_maxnreg(chosen: dict[str, int]) -> dict[int, int]:
-    return {}
-
-
 def _check_table(layers: PagedLayers, cos_sin: Tensor, positions: Tensor | None) -> None:
     check_moved(layers, positions)
     if cos_sin.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -305,11 +298,10 @@ def variants() -> list[Variant]:
     ):
         pointers = {"positions": "*i32", "cos_sin": f"*{table}", **partials}
         for phase in _phases(split):
-            chosen = _unrotated_choice(dtype, head_dim, 1 if split else 8)
-            limit = _unrotated_maxnreg(chosen)
-            chosen |= {"ROTARY": rotary, "INTERLEAVED": interleaved} | phase[1]
+            chosen = _unrotated_choice(dtype, head_dim, 1 if split else 8) | phase[1]
+            chosen |= {"ROTARY": rotary, "INTERLEAVED": interleaved}
             name = f"score-keydiff_unrotated-{rotary}{'-interleaved' if interleaved else ''}{phase[0]}"
-            found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers, limit))
+            found.append(cache_variant(name, keydiff_unrotated_kernel, dtype, head_dim, chosen, pointers))
     return found
 
 

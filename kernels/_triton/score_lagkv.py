@@ -158,7 +158,8 @@ def _store_spreads(
                 index = start + i * TILE + tl.arange(0, TILE)
                 live = index < LAG
                 offset = _offset(order, table, begin + index, live, stride_block, stride_slot, BLOCK_SIZE)
-                loaded += (load_element_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS),)
+                x = load_element_runs(pointer, offset, live, stride_dim, DTYPE, D, WIDTH, RUNS)
+                loaded += (x,)  # type: ignore[assignment]
             for i in tl.static_range(TILES):
                 index = start + i * TILE + tl.arange(0, TILE)
                 live = index < LAG

@@ -73,6 +73,24 @@ def test_keydiff_unrotated(case: cases.Case, part: int, interleaved: bool, dtype
     cases.check_unrotated(case, rotary, interleaved=interleaved, dtype=dtype, scale=scale)
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [(3, torch.float16), (6, torch.float32), (4, torch.float8_e4m3fn)])
+def test_keydiff_unrotated_of_heads_together(heads: int, dtype: torch.dtype) -> None:
+    """Of wide keys, a program has several heads, each with positions and bad numbers of its own."""
+    case = cases.make_case(cases.Shape(1, heads, 8, 80, dtype), [19, 1], moved=True, bad=0.05)
+    cases.check_unrotated(case, 48, interleaved=heads == 3, dtype=torch.float32, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 32, 64, 80, 128, 256])
+def test_no_thread_of_lagkv_lacks_a_token(dtype: torch.dtype, head_dim: int) -> None:
+    """Triton 3.6 adds up wrongly where threads are left over, and no interpreter does: see `load_element_runs`."""
+    for lag in (2, 16, 128, 256, 257, 1024):
+        chosen = score_lagkv._choice(dtype, head_dim, lag)
+        run = chosen["WIDTH"] // chosen["RUNS"]
+        threads = 32 * chosen["num_warps"]
+        assert chosen["RUNS"] == 1 or chosen["TILE"] * run * dtype.itemsize >= 16 * threads
+
+
 @few
 @given(any_case)
 def test_vnorm_centred(case: cases.Case) -> None:
