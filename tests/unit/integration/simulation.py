@@ -217,11 +217,11 @@ class Simulation:
         self.stats += [out.scheduler_stats for out in delivered.values() if out.scheduler_stats is not None]
 
     def _work(self, output: SchedulerOutput) -> dict[str, int]:
+        self.preemptions += len(output.preempted_req_ids or ())
+        for name in output.preempted_req_ids or ():  # some of which may have been aborted since
+            self.known[name].forget()
         for name in output.finished_req_ids:
             self.known.pop(name, None)
-        self.preemptions += len(output.preempted_req_ids or ())
-        for name in output.preempted_req_ids or ():
-            self.known[name].forget()
         self._apply(output)
         self._answer(getattr(output, ASKS, None))
         cached = output.scheduled_cached_reqs

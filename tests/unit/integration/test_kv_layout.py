@@ -16,6 +16,7 @@ from nitro.integration.vllm.caches import _compactor
 from nitro.integration.vllm.fp8 import FP8_KV, as_numbers, scales_of
 from nitro.integration.vllm.kv_layout import BackendCache, probe, side_by_side
 from nitro.kernels.paged import PagedLayers
+from nitro.policies.rotary import Rotations
 
 
 def cpu_layer(dtype: torch.dtype, block: int, dim: int) -> Any:
@@ -168,5 +169,7 @@ def test_fp8_without_kernels_is_refused() -> None:
             heads=[0, 1],
             settings=Settings.parse({"budget": 64}),
             longest=100,
+            usual=0,
             scales=scales_of([layer], numbers),
+            rotations=Rotations(),
         )

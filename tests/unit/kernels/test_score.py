@@ -73,11 +73,10 @@ def test_keydiff_unrotated(case: cases.Case, part: int, interleaved: bool, dtype
     cases.check_unrotated(case, rotary, interleaved=interleaved, dtype=dtype, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("heads", [1, 3, 6, 8])
+@pytest.mark.parametrize(("heads", "dtype"), [(3, torch.float16), (6, torch.float32), (4, torch.float8_e4m3fn)])
 def test_keydiff_unrotated_of_heads_together(heads: int, dtype: torch.dtype) -> None:
     """Of wide keys, a program has several heads, each with positions and bad numbers of its own."""
-    case = cases.make_case(cases.Shape(2, heads, 8, 80, dtype), [21, 1, 0, 40], moved=True, bad=0.05)
+    case = cases.make_case(cases.Shape(1, heads, 8, 80, dtype), [19, 1], moved=True, bad=0.05)
     cases.check_unrotated(case, 48, interleaved=heads == 3, dtype=torch.float32, scale=1.0)
 
 
