@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nitro.bench.machine import BenchError
-from nitro.bench.plan import Plan
+from nitro.bench.plan import Engine, Plan
 from nitro.bench.runner import jobs
 from nitro.bench.store import Store
+from nitro.config import Settings
 
 Found = Mapping[str, Sequence[dict[str, Any]]]
 """Runs by engine."""
@@ -98,7 +99,7 @@ def require_evictions(plan: Plan, found: Found, tokens: int) -> None:
     """
     for engine in plan.engines:
         budget = None if engine.nitro is None else engine.nitro.get("budget")
-        if budget is None or budget + engine.nitro.get("slack", 64) >= tokens:  # type: ignore[union-attr]
+        if budget is None or not grows_beyond(engine, budget, tokens):
             continue
         for run in found[engine.name]:
             if run["evictions"] == 0:
@@ -106,3 +107,8 @@ def require_evictions(plan: Plan, found: Found, tokens: int) -> None:
                     f"{engine.name!r} evicted nothing in round {run['round']} although its budget of {budget} is below "
                     f"{tokens} tokens: vLLM did not load the plugin; run `nitro check`"
                 )
+
+
+def grows_beyond(engine: Engine, budget: int, tokens: int) -> bool:
+    """Return whether an engine with Nitro has to evict from requests of so many tokens that have this budget."""
+    return budget + int((engine.nitro or {}).get("slack", Settings.model_fields["slack"].default)) < tokens

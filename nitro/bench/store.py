@@ -105,6 +105,11 @@ def differences(before: Any, now: Any, at: str = "") -> Iterator[str]:
 
 def write_whole(path: Path, data: Any) -> None:
     """Write JSON such that the file is never seen half-written."""
+    write_text_whole(path, json.dumps(data))
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """Write text such that the file is never seen half-written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -76,19 +76,22 @@ def loads(requests: Sequence[int], percents: Sequence[float], load: Load, nitro:
     for percent in percents:
         if not 0 < percent <= FULL:
             raise SettingsError(f"retention={percent:g} is not within (0, 100]: give percent of a request's tokens")
-    made = []
-    for number in sorted({*requests}, reverse=True):
-        made.append(Load(number, load.prompt, load.answer))
-        for percent in sorted({*percents} - {FULL}, reverse=True):
-            budget = round(load.tokens * percent / 100)
-            try:
-                RequestSettings.parse({"budget": budget}, Settings.parse(nitro))
-            except SettingsError as error:
-                raise SettingsError(
-                    f"retention={percent:g} of {load.tokens} tokens is a budget of {budget}: {error}"
-                ) from error
-            made.append(Load(number, load.prompt, load.answer, budget))
-    return tuple(made)
+    server = Settings.parse(nitro)
+    budgets: list[int | None] = [None]
+    for percent in sorted({*percents} - {FULL}, reverse=True):
+        budget = round(load.tokens * percent / 100)
+        try:
+            RequestSettings.parse({"budget": budget}, server)
+        except SettingsError as error:
+            raise SettingsError(
+                f"retention={percent:g} of {load.tokens} tokens is a budget of {budget}: {error}"
+            ) from error
+        budgets.append(budget)
+    return tuple(
+        Load(number, load.prompt, load.answer, budget)
+        for number in sorted({*requests}, reverse=True)
+        for budget in budgets
+    )
 
 
 def engines(blocks: int, nitro_blocks: int, nitro: dict[str, Any]) -> tuple[Engine, Engine]:
@@ -109,8 +112,8 @@ def cells(plan: Plan, store: Store) -> list[Cell]:
             stock[load.requests] = found[STOCK]
         base, runs = {run["round"]: run for run in stock[load.requests]}, found[NITRO]
         both = [run for run in runs if run["round"] in base]
-        slack = plan.engines[1].nitro.get("slack", 64)  # type: ignore[union-attr]
-        if load.budget is not None and load.budget + slack < load.tokens and any(not run["evictions"] for run in runs):
+        due = load.budget is not None and results.grows_beyond(plan.engines[1], load.budget, load.tokens)
+        if due and any(not run["evictions"] for run in runs):
             raise BenchError(
                 f"Nitro evicted nothing of {load} although that is below {load.tokens} tokens: vLLM did not load the "
                 "plugin; run `nitro check`"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nitro.bench.store import open_manifest, write_whole
+from nitro.bench.store import open_manifest, write_text_whole, write_whole
 from nitro.errors import SettingsError
 from nitro.eval.plan import Cell
 
@@ -43,10 +43,7 @@ class EvalStore:
 
     def put(self, cell: Cell, rows: Sequence[Row]) -> None:
         """Keep a cell."""
-        path = self._path(cell, "jsonl")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(path)
+        write_text_whole(self._path(cell, "jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
 
     def get(self, cell: Cell) -> list[Row]:
         """Return a cell's rows.
