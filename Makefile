@@ -47,7 +47,7 @@ kernels: setup ## the kernels' tests, in Triton's interpreter, and that they com
 	@bash ci/cpu.sh kernels
 
 python: setup ## the other Python tests; PYTEST_ARGS="-k collector" chooses some
-	@bash ci/cpu.sh python
+	@bash ci/cpu.sh python engines
 
 format: setup ## let ruff and clang-format rewrite the sources
 	@bash ci/cpu.sh format

@@ -60,38 +60,52 @@ native() {
   done
 }
 
-python_tests() {
-  stage python "pytest"
+# Those that follow the kernels, whose process would end long before that of all others.
+after_kernels=(tests/unit/bench tests/unit/eval)
+
+run_pytest() { # NAME ARGUMENTS...: its name keeps pytest's caches apart
   # Unquoted on purpose: PYTEST_ARGS holds several arguments.
   # shellcheck disable=SC2086
-  pytest -q --durations=10 -m "not gpu and not perf and not slow" \
-    --ignore=tests/unit/kernels --ignore=tests/kvpress ${PYTEST_ARGS:-}
+  pytest -q --durations=10 -o cache_dir=".pytest_cache/$1" -m "not gpu and not perf and not slow" "${@:2}" ${PYTEST_ARGS:-}
+}
+
+python_tests() {
+  stage python "pytest, all but kernels, bench and eval"
+  run_pytest python --ignore=tests/unit/kernels --ignore=tests/kvpress "${after_kernels[@]/#/--ignore=}"
+}
+
+engines() {
+  stage engines "pytest, bench and eval"
+  run_pytest engines "${after_kernels[@]}"
 }
 
 # A process of its own: Triton is interpreted or compiled for as long as a process lives, and engines inherit the choice.
 kernels() {
   stage kernels "pytest, kernels in Triton's interpreter"
-  # shellcheck disable=SC2086
-  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 pytest -q --durations=10 -o cache_dir=.pytest_cache/kernels \
-    -m "not gpu and not perf and not slow" tests/unit/kernels ${PYTEST_ARGS:-}
+  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 run_pytest kernels tests/unit/kernels
 }
 
-# Both at once: most of the time, each of them keeps one processor busy.
+# Two at a time: most of the time, each of them keeps one processor busy.
 tests() {
   mkdir -p build
-  (kernels) >build/kernels.log 2>&1 &
+  (
+    failed=0
+    (kernels) || failed=1
+    (engines) || failed=1
+    exit "$failed"
+  ) >build/beside.log 2>&1 &
   local beside=$! failed=0
   (python_tests) || failed=1
   wait "$beside" || failed=1
-  cat build/kernels.log
+  cat build/beside.log
   return "$failed"
 }
 
 (($#)) || set -- lint types native tests
 for name in "$@"; do
   case $name in
-    lint | format | types | native | kernels | tests) "$name" ;;
+    lint | format | types | native | kernels | engines | tests) "$name" ;;
     python) python_tests ;;
-    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels, python or tests" >&2; exit 2 ;;
+    *) echo "ci/cpu.sh: unknown stage '$name': use lint, format, types, native, kernels, engines, python or tests" >&2; exit 2 ;;
   esac
 done
