@@ -3,9 +3,11 @@
 
     python3 ci/bench_worker.py [--evictions 30] [--steps 500] [--json FILE]
 
-What vLLM has on the device (block tables, caches) is small and on the CPU; kernels are not launched. What is timed is
-the rest: checking a plan, the tables and numbers for the kernels, the requests' own block tables, and what a plan costs
-on its way to another process. Requests hold 394 slots in blocks of 16 and keep 330, in place; vLLM's V1 and V2 runners.
+What vLLM has on the device (block tables, caches) is small and on the CPU; kernels and graphs are not launched. What is
+timed is the rest: checking a plan, the tables and numbers for the kernels, the requests' own block tables, and what a
+plan costs on its way to another process. Requests hold 394 slots in blocks of 16 and keep 330, in place; vLLM's V1 and
+V2 runners.
+Usual evictions are those that an engine makes by a CUDA graph, others (of prompts) launch their kernels one by one.
 """
 
 from __future__ import annotations
@@ -35,22 +37,32 @@ from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
 from nitro.types import Eviction, StepPlan
 
-BLOCK, HELD, KEEP, REQUESTS = 16, 394, 330, 2048
+BLOCK, HELD, KEEP, REQUESTS, BLOCKS = 16, 394, 330, 2048, 10**5
 SRC, DST = -(-HELD // BLOCK), -(-KEEP // BLOCK)
 
 
-def make_compactor() -> KernelCompactor:
-    """Return a KernelCompactor on a small cache on the CPU, whose kernels are not compiled."""
-    layers = PagedLayers.of([torch.zeros(4, 2, BLOCK, 16)])
-    with mock.patch.object(KernelCompactor, "set_policy"), mock.patch.object(KernelCompactor, "_warm_up"):
+def make_compactor(usual: bool) -> KernelCompactor:
+    """Return a KernelCompactor on a cache whose few bytes stand for all blocks, whose kernels are not compiled."""
+    layers = PagedLayers.of([torch.zeros(1, 2, BLOCK, 16).expand(BLOCKS, 2, BLOCK, 16)])
+    untried = mock.patch.object(KernelCompactor, "set_policy", lambda self, policy: setattr(self, "policy", policy))
+    with untried, mock.patch.object(KernelCompactor, "_warm_up"):
         return KernelCompactor(
-            layers, [0], [0, 1], policies.get("keydiff"), sinks=4, window=32, seed=0, longest=512, stable_id=stable_id
+            layers,
+            [0],
+            [0, 1],
+            policies.get("keydiff"),
+            sinks=4,
+            window=32,
+            seed=0,
+            longest=512,
+            usual=512 if usual else 0,
+            stable_id=stable_id,
         )
 
 
-def make_runner(kind: str, names: list[str]) -> Any:
+def make_runner(kind: str, usual: bool, names: list[str]) -> Any:
     """Return a runner with block tables for these requests."""
-    compactor: Compactor = make_compactor()
+    compactor: Compactor = make_compactor(usual)
     rows = {name: row for row, name in enumerate(names)}
     if kind == "V1":
         runner: Any = object.__new__(type("Runner", (NitroRunnerMixin,), {}))
@@ -70,9 +82,9 @@ def make_runner(kind: str, names: list[str]) -> Any:
     return runner
 
 
-def run(kind: str, evictions: int, steps: int) -> dict[str, Any]:
+def run(kind: str, usual: bool, evictions: int, steps: int) -> dict[str, Any]:
     names = [f"cmpl-{number:032x}-0-{number:08x}" for number in range(REQUESTS)]
-    runner = make_runner(kind, names)
+    runner = make_runner(kind, usual, names)
     held = dict.fromkeys(names, (0, HELD))  # epoch, logical length
     seconds: dict[str, list[float]] = {"apply": [], "pickle": []}
     size = 0
@@ -88,7 +100,7 @@ def run(kind: str, evictions: int, steps: int) -> dict[str, Any]:
         step = []
         for name in generator.choice(names, evictions, replace=False).tolist():
             epoch, logical = held[name]
-            blocks = generator.integers(1, 10**5, SRC).astype(np.int32)
+            blocks = generator.integers(1, BLOCKS, SRC).astype(np.int32)
             if kind == "V1":
                 runner.requests[name].block_ids[0][:] = blocks.tolist()
             step.append(Eviction(name, epoch, logical, HELD, KEEP, 4, blocks[:DST], blocks))
@@ -100,7 +112,14 @@ def run(kind: str, evictions: int, steps: int) -> dict[str, Any]:
         timed("apply", lambda plan=plan: runner._nitro_apply(plan))
     apply = 1e6 * statistics.median(seconds["apply"])
     pickled = 2e6 * statistics.median(seconds["pickle"])
-    return {"runner": kind, "evictions": evictions, "apply_us": apply, "pickle_us": pickled, "bytes": size}
+    return {
+        "runner": kind,
+        "usual": usual,
+        "evictions": evictions,
+        "apply_us": apply,
+        "pickle_us": pickled,
+        "bytes": size,
+    }
 
 
 def main() -> None:
@@ -110,14 +129,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with mock.patch.object(kernel_compactor, "stamp_positions"), mock.patch.object(KernelCompactor, "_score_part"):
-        results = [run(kind, arguments.evictions, arguments.steps) for kind in ("V1", "V2")]
+        others = [run(kind, False, arguments.evictions, arguments.steps) for kind in ("V1", "V2")]
+    with mock.patch.object(KernelCompactor, "_evict_static"):
+        results = [run(kind, True, arguments.evictions, arguments.steps) for kind in ("V1", "V2")] + others
     print("| runner | evictions a step | _nitro_apply, median µs | for each | pickled and back, µs | bytes |")
     print("|---|---|---|---|---|---|")
     for row in results:
         each = row["apply_us"] / row["evictions"]
         print(
-            f"| {row['runner']} | {row['evictions']} | {row['apply_us']:.0f} | {each:.1f} | {row['pickle_us']:.0f} "
-            f"| {row['bytes']:,} |"
+            f"| {row['runner']} | {row['evictions']} {'usual' if row['usual'] else 'other'} | {row['apply_us']:.0f} "
+            f"| {each:.1f} | {row['pickle_us']:.0f} | {row['bytes']:,} |"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -130,8 +130,8 @@ def from_scheduler(found: Any) -> Figures:
 
 
 def from_worker(found: Any) -> Figures:
-    """A plan's time on the V2 runner, of what ci/bench_worker.py wrote."""
-    return {"host.worker_us": [row["apply_us"] for row in found if row["runner"] == "V2"]}
+    """A plan's time on the V2 runner, of what ci/bench_worker.py wrote; of usual evictions, where those are apart."""
+    return {"host.worker_us": [row["apply_us"] for row in found if row["runner"] == "V2" and row.get("usual", True)]}
 
 
 def from_kernels(found: Any) -> Figures:
