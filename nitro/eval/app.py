@@ -19,7 +19,7 @@ from nitro import device
 from nitro.child import Child
 from nitro.demo import models
 from nitro.errors import SettingsError
-from nitro.eval import charts, report, results, texts
+from nitro.eval import charts, report, results, texts, transcripts
 from nitro.eval.plan import Cell, cells
 from nitro.eval.serve import EvalError
 from nitro.eval.settings import FULL, EvalSettings
@@ -37,6 +37,7 @@ class Asked:
         settings: the grid.
         model: name or folder; None: SmolLM2-135M-Instruct, fetched if need be.
         text: file of real text; None: the novels that come with Nitro.
+        transcripts: file of conversations; None: there are none.
         dtype: of the model; None: what fits the device.
         limit: seconds after which no cell begins; 0: no limit.
         out: results directory.
@@ -45,6 +46,7 @@ class Asked:
     settings: EvalSettings
     model: str | None
     text: Path | None
+    transcripts: Path | None
     dtype: str | None
     limit: float
     out: Path
@@ -66,7 +68,12 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
         raise EvalError("the curves need matplotlib: pip install 'nitro-kv[demo]'")
     if asked.limit < 0:
         raise SettingsError(f"limit={asked.limit} is below 0: give seconds, or 0 for no limit")
-    texts.sentences(asked.text)  # so that a bad file is reported before anything is fetched or loaded
+    # So that a bad file is reported before anything is fetched or loaded.
+    texts.sentences(asked.text)
+    if asked.transcripts is not None:
+        transcripts.load(asked.transcripts)
+    elif "transcripts" in asked.settings.tasks:
+        raise SettingsError("the task transcripts needs a file of conversations: give --transcripts FILE")
     device.share_the_cores()
     model = asked.model or str(models.ensure_model(lambda stage: console.print(f"model: {stage}", highlight=False)))
     machine = device.detect()
@@ -75,7 +82,8 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
         "model": Path(model).name,
         "device": machine.description,
         "dtype": arguments.get("dtype", "auto"),
-        "text": None if asked.text is None else hashlib.sha256(asked.text.read_bytes()).hexdigest(),
+        "text": _digest(asked.text),
+        "transcripts": _digest(asked.transcripts),
         **asked.settings.to_dict(),
     }
     store = EvalStore(asked.out, manifest)
@@ -85,6 +93,7 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
         "settings": asked.settings.to_dict(),
         "manifest": manifest,
         "text": None if asked.text is None else str(asked.text.resolve()),
+        "transcripts": None if asked.transcripts is None else str(asked.transcripts.resolve()),
         "out": str(asked.out.resolve()),
         "engine_args": arguments | _cache_arguments(machine, model, asked.settings),
         "own_seeds": machine.kind == "cuda",
@@ -94,6 +103,10 @@ def run(asked: Asked, console: Console) -> dict[str, Any]:
     if not all(map(store.has, grid)):
         versions = _serve(spec, machine, asked.out, grid, store, console)
     return _finish(asked, manifest, versions, grid, store, console)
+
+
+def _digest(file: Path | None) -> str | None:
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _serve(

@@ -35,16 +35,19 @@ class Case:
 class Writer:
     """Text to tokens, in pieces: contexts have an exact length."""
 
-    def __init__(self, tokenizer: Any, sentences: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, sentences: Sequence[str], transcripts: Sequence[list[dict[str, str]]] = ()
+    ) -> None:
         """Begin.
 
         Args:
             tokenizer: of transformers.
             sentences: of real text.
+            transcripts: conversations, see `nitro.eval.transcripts`.
         """
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}
-        self.sentences = sentences
+        self.sentences, self.transcripts = sentences, transcripts
         self.head, self.tail = "", "\n"
         if getattr(tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": _MARK}]
@@ -54,8 +57,29 @@ class Writer:
     def ids(self, text: str) -> list[int]:
         """Return a piece's tokens, without any that begin or end a text."""
         if text not in self._known:
-            self._known[text] = list(self._tokenizer(text, add_special_tokens=False).input_ids)
+            self._known[text] = self.fresh_ids(text)
         return self._known[text]
+
+    def fresh_ids(self, text: str) -> list[int]:
+        """Return a text's tokens like ``ids``, without keeping them for the next time."""
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """Return a conversation as the model knows them, up to where an assistant's turn begins.
+
+        Raises:
+            SettingsError: the model's template refuses it.
+        """
+        if getattr(self._tokenizer, "chat_template", None):
+            from jinja2 import TemplateError
+
+            try:
+                return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            except TemplateError as error:
+                raise SettingsError(
+                    f"the model's chat template refuses a conversation: {error}: leave it out"
+                ) from error
+        return "".join(f"{message['role']}: {message['content']}\n\n" for message in messages) + "assistant: "
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens."""

@@ -12,7 +12,10 @@ from rich.console import Console
 from nitro.errors import NitroError, SettingsError
 
 T = TypeVar("T", int, float)
-_TASKS = "needle-noise, needle-text, needle-keys, needle-word, dictionary, labels, variables, perplexity, stories"
+_TASKS = (
+    "needle-noise, needle-text, needle-keys, needle-word, dictionary, labels, variables, perplexity, transcripts, "
+    "stories"
+)
 
 
 def evaluate(
@@ -35,6 +38,9 @@ def evaluate(
     text: Annotated[
         Path | None, typer.Option(help="A file of real text (UTF-8) instead of the public-domain novels.")
     ] = None,
+    transcripts: Annotated[
+        Path | None, typer.Option(help="A file of conversations for the task of that name: JSON, lists of messages.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16, ...")] = None,
     parallel: Annotated[int, typer.Option(help="Requests at once; the bits of the results depend on it.")] = 16,
     seed: Annotated[int, typer.Option(help="Of contexts, sampling, and policies that draw.")] = 0,
@@ -56,7 +62,7 @@ def evaluate(
             seed=seed,
             parallel=parallel,
         )
-        app.run(app.Asked(settings, model, text, dtype, limit, out), Console())
+        app.run(app.Asked(settings, model, text, transcripts, dtype, limit, out), Console())
     except NitroError as error:
         typer.echo(f"nitro eval: {error}", err=True)
         raise typer.Exit(1) from None

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nitro.eval import tasks, texts
+from nitro.eval import tasks, texts, transcripts
 from nitro.eval.case import Case, Writer
 from nitro.eval.plan import cells
 from nitro.eval.serve import Server, engine_arguments
-from nitro.eval.settings import EvalSettings
+from nitro.eval.settings import GO_ON, EvalSettings
 from nitro.eval.store import EvalStore
 from nitro.versions import figures_depend_on
 
@@ -26,8 +26,8 @@ def run(spec: dict[str, Any], report: Any) -> None:
     """Run the cells that are not there yet.
 
     Args:
-        spec: ``model``, ``settings``, ``manifest``, ``text``, ``out``, ``engine_args``, ``own_seeds``, and ``until``:
-            no cell begins after that time (``time.time()``); 0: there is no such time.
+        spec: ``model``, ``settings``, ``manifest``, ``text``, ``transcripts``, ``out``, ``engine_args``,
+            ``own_seeds``, and ``until``: no cell begins after that time (``time.time()``); 0: there is no such time.
         report: called with ``versions``, then with each ``cell`` and the ``done`` requests in it.
     """
     from transformers import AutoTokenizer
@@ -35,8 +35,9 @@ def run(spec: dict[str, Any], report: Any) -> None:
 
     settings = EvalSettings.from_dict(spec["settings"])
     store = EvalStore(Path(spec["out"]), spec["manifest"])
-    text = spec["text"]
-    writer = Writer(AutoTokenizer.from_pretrained(spec["model"]), texts.sentences(Path(text) if text else None))
+    text, chats = (Path(spec[name]) if spec[name] else None for name in ("text", "transcripts"))
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    writer = Writer(tokenizer, texts.sentences(text), transcripts.load(chats) if chats else ())
     todo = [cell for cell in cells(settings) if not store.has(cell)]
     made = {(cell.task, cell.length): tasks.cases(cell.task, cell.length, settings, writer) for cell in cells(settings)}
     arguments = engine_arguments(settings, _longest(made, settings)) | spec["engine_args"]
@@ -48,7 +49,7 @@ def run(spec: dict[str, Any], report: Any) -> None:
             break
         found = made[cell.task, cell.length]
         report({"cell": cell.title, "requests": len(found) * (2 if cell.task == "stories" else 1)})
-        wide = cell.task == "perplexity"
+        wide = cell.task in GO_ON
         full = store.likeliest(replace(cell, policy=None, budget=1.0)) if wide and cell.policy is not None else None
         rows, likeliest = server.run(cell, found, full, lambda done: report({"done": done}))
         if likeliest is not None and cell.policy is None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nitro.eval.plan import Cell
+from nitro.eval.settings import GO_ON
 from nitro.eval.store import Row
 
 Z = statistics.NormalDist().inv_cdf(0.975)
@@ -69,7 +70,7 @@ def summary(cell: Cell, rows: Sequence[Row], full: Sequence[Row]) -> dict[str, A
         return found
     if "kl" in rows[0]:
         found["kl_at_least"] = mean([row["kl"] for row in rows])._asdict()
-    if cell.task != "perplexity":
+    if cell.task not in GO_ON:
         found["exact"] = wilson(sum(row["exact"] for row in rows), len(rows))._asdict()
         found["exact_by_depth"] = by_depth(rows)
     return found

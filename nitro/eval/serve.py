@@ -25,7 +25,7 @@ from nitro.errors import NitroError
 from nitro.eval import score
 from nitro.eval.case import Case, Writer
 from nitro.eval.plan import Cell
-from nitro.eval.settings import BLOCK, CHUNK, FULL, SLACK, EvalSettings
+from nitro.eval.settings import BLOCK, CHUNK, FULL, GO_ON, SLACK, EvalSettings
 from nitro.eval.store import Likeliest, Row
 
 TEMPERATURE, TOP_K = 0.7, 40
@@ -84,11 +84,11 @@ class Server:
         Args:
             cell: the policy and the budget.
             cases: of its task.
-            full: the likeliest tokens under the full cache, where the task is ``perplexity`` and there are any.
+            full: the likeliest tokens under the full cache, where the task is one of ``GO_ON`` and there are any.
             progress: called with the number of requests that are done.
 
         Returns:
-            A row for each case; for ``perplexity`` also the likeliest tokens.
+            A row for each case; for tasks of ``GO_ON`` also the likeliest tokens.
 
         Raises:
             EvalError: requests were not evicted as the cell says.
@@ -100,7 +100,7 @@ class Server:
         if cell.policy is not None:
             self._share(cases)
         before = self._evictions()
-        wide = cell.task == "perplexity"
+        wide = cell.task in GO_ON
         requests = {}
         for case in cases:
             kept = round(cell.budget * len(case.context))

@@ -23,8 +23,11 @@ TASKS = (
     "labels",
     "variables",
     "perplexity",
+    "transcripts",
     "stories",
 )
+GO_ON = ("perplexity", "transcripts")
+"""Tasks without a right answer: a text is given, and how it goes on."""
 SINKS, WINDOW, SLACK = 4, 32, 32
 BLOCK, CHUNK = 32, 16
 """Tokens of a block, and of a chunk of the prefill; `nitro.eval.serve` says why."""

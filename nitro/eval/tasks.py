@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nitro.errors import SettingsError
-from nitro.eval import texts
+from nitro.eval import texts, transcripts
 from nitro.eval.case import Case, Writer, depth_of, haystack
 from nitro.eval.settings import CHUNK, EvalSettings
 
@@ -161,8 +161,16 @@ def cases(task: str, length: int, settings: EvalSettings, writer: Writer) -> lis
         writer: has the tokenizer and the texts.
 
     Raises:
-        SettingsError: a context is too short for what it has to hold.
+        SettingsError: a context is too short for what it has to hold, or there are not enough transcripts.
     """
+    if task == "transcripts":
+        found = transcripts.contexts(
+            writer, writer.transcripts, length - CHUNK, settings.contexts, f"{settings.seed}/{task}/{length}"
+        )
+        return [
+            Case(f"{task}-{length}-{index}", tuple(context), tuple(question), tuple(answer))
+            for index, (context, question, answer) in enumerate(found)
+        ]
     made = []
     for index in range(settings.contexts):
         draw = random.Random(f"{settings.seed}/{task}/{length}/{index}")

@@ -30,16 +30,33 @@ class WordTokenizer:
         return SimpleNamespace(input_ids=ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> str:
-        return f"<user>{messages[0]['content']}<assistant>"
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return "".join(self.words[i] for i in ids)
 
 
+def _conversation(turns: int) -> list[dict[str, str]]:
+    """Return as many assistant's turns, each message of some 700 tokens that occur nowhere else in that order."""
+    roles = ["system", *("user", "assistant") * turns]
+    return [
+        {
+            "role": role,
+            "content": " ".join(
+                f"word{n} and" for n in range(10_000 * turns + 200 * at, 10_000 * turns + 200 * at + 140)
+            ),
+        }
+        for at, role in enumerate(roles)
+    ]
+
+
+CONVERSATIONS = [_conversation(turns) for turns in (1, 2, 3, 4)]
+
+
 @pytest.fixture
 def writer() -> Writer:
-    return Writer(WordTokenizer(), texts.sentences(None))
+    return Writer(WordTokenizer(), texts.sentences(None), CONVERSATIONS)
 
 
 @pytest.fixture

@@ -63,7 +63,15 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def asked(out: Path, **changes: Any) -> app.Asked:
     settings = EvalSettings(tasks=("labels",), policies=("kvdiff",), budgets=(0.25,), contexts=3)
-    values = {"settings": settings, "model": "/models/tiny", "text": None, "dtype": None, "limit": 0.0, "out": out}
+    values = {
+        "settings": settings,
+        "model": "/models/tiny",
+        "text": None,
+        "transcripts": None,
+        "dtype": None,
+        "limit": 0.0,
+        "out": out,
+    }
     return app.Asked(**values | changes)  # type: ignore[arg-type]
 
 
