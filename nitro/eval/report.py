@@ -56,7 +56,7 @@ def meaning(one: Mapping[str, Any]) -> str:
             "NLL of the answer under the full cache, nats a token, over that of the full cache's own answers [95 %]; "
             "unique words; repeated 4-grams."
         )
-    return "NLL of the next 256 tokens against the full cache, nats a token [95 %]; KL from the full cache, at least."
+    return "NLL of how it goes on against the full cache, nats a token [95 %]; KL from the full cache, at least."
 
 
 def _cell(one: Mapping[str, Any]) -> str:
