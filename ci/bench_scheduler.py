@@ -40,8 +40,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 import nitro
 from nitro.integration.vllm.answers import messages_of
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.scheduler import ASKS, PLAN, NitroAsyncScheduler
+from nitro.integration.vllm.scheduler import NitroAsyncScheduler
 from nitro.integration.vllm.slots import SlotWatch
+from nitro.integration.vllm.work import ASKS, PLAN
 from nitro.ipc import MESSAGE, Messages, Producer
 from nitro.testing.models import make_tiny_model
 from nitro.types import StepAsks
@@ -173,7 +174,8 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
         for name in ("plan", "notice", "attach"):
             timed(scheduler.nitro, name, own)
         seconds = itertools.count(0, 2)
-        watch = SlotWatch(scheduler.nitro.manager, scheduler.nitro.collector, lambda: next(seconds))
+        side = scheduler.nitro
+        watch = SlotWatch(side.manager, side.collector, side.rules, lambda: next(seconds))
     total, evictions, questions = [], 0, 0
     for _ in range(steps):
         own.append(0.0)

@@ -187,7 +187,7 @@ def _hang_up(client: _Client) -> None:
 @contextmanager
 def _watched(scheduler: Any, moments: Moments) -> Iterator[None]:
     """Note which requests have a plan in a step, and which of those finish in it."""
-    from nitro.integration.vllm.scheduler import PLAN
+    from nitro.integration.vllm.work import PLAN
 
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
