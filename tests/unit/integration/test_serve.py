@@ -125,10 +125,13 @@ def test_many_clients_at_once(server: tuple[str, Path]) -> None:
     assert metric(url, "nitro:blocks_freed_total") > 0
 
 
-FRAGMENTATION = ("allocated_slots", "live_slots", "fragmentation_ratio", "request_fragmentation_ratio_max")
+HELD = (
+    *("allocated_slots", "physical_tokens", "fragmentation_ratio", "request_fragmentation_ratio_max"),
+    *("logical_tokens", "retention_ratio", "active_requests", "evicted_requests"),
+)
 
 
-def test_fragmentation_of_the_running_engine(server: tuple[str, Path]) -> None:
+def test_what_running_requests_hold(server: tuple[str, Path]) -> None:
     url, _ = server
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
 
@@ -145,25 +148,44 @@ def test_fragmentation_of_the_running_engine(server: tuple[str, Path]) -> None:
             asked = [pool.submit(ask, 100 * waves + number) for number in range(8)]
             while not all(answer.done() for answer in asked):
                 found = metrics(url)
-                seen.append(tuple(found[f"nitro:{name}"] for name in FRAGMENTATION))
+                seen.append(tuple(found[f"nitro:{name}"] for name in HELD))
                 time.sleep(0.05)
             assert [answer.result() for answer in asked]
     busy = [use for use in seen if use[0]]
     assert len(set(busy)) >= 3, "it is counted about once a second while they run"
-    for allocated, live, ratio, worst in busy:
+    for allocated, live, ratio, worst, logical, retention, active, evicted in busy:
+        assert live <= logical <= 8 * 512
+        assert retention == live / logical
+        assert 0 <= evicted <= active <= 8
+        assert (retention < 1) == (evicted > 0)
         assert allocated % 32 == 0
         assert 0 < live <= allocated <= 59 * 32
         assert ratio == allocated / live
         assert math.isnan(worst) or 1 <= worst <= 1 + 32 / BUDGET
-    assert any(not math.isnan(worst) for *_, worst in busy)
+    assert any(not math.isnan(use[3]) for use in busy)
     for _ in range(20):  # the last report may come after the last answer
         if metric(url, "nitro:allocated_slots") == 0:
             break
         time.sleep(0.2)
     found = metrics(url)
-    assert (found["nitro:allocated_slots"], found["nitro:live_slots"]) == (0, 0)
-    assert math.isnan(found["nitro:fragmentation_ratio"])
-    assert math.isnan(found["nitro:request_fragmentation_ratio_max"])
+    for name in ("allocated_slots", "physical_tokens", "logical_tokens", "active_requests", "evicted_requests"):
+        assert found[f"nitro:{name}"] == 0
+    for name in ("fragmentation_ratio", "request_fragmentation_ratio_max", "retention_ratio"):
+        assert math.isnan(found[f"nitro:{name}"])
+
+
+def test_what_nitro_takes_crosses_two_processes(server: tuple[str, Path]) -> None:
+    url, _ = server
+    assert ask_with(url, "{}", 40).status_code == 200
+    time.sleep(0.5)  # the last report may come after the last answer
+    found = metrics(url)
+    steps = found["vllm:iteration_tokens_total_count"]
+    assert steps <= found["nitro:plan_seconds_count"] <= steps + 50, "one for each step, empty ones too"
+    assert 0 < found["nitro:plan_seconds_sum"] < 0.05 * found["nitro:plan_seconds_count"]
+    # Several requests may be evicted in one step.
+    assert 0 < found["nitro:worker_seconds_count"] <= found["nitro:evictions_total"]
+    assert 0 < found["nitro:worker_seconds_sum"] < found["nitro:worker_seconds_count"]
+    assert found["nitro:device_seconds_count"] == 0, "there is no GPU"
 
 
 def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
@@ -231,7 +253,7 @@ def test_a_wrong_request_is_refused_and_others_do_not_notice(
     server: tuple[str, Path], own: object, says: str, stream: bool
 ) -> None:
     url, log = server
-    start = log.stat().st_size
+    start, before = log.stat().st_size, metric(url, "nitro:requests_refused_total")
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(ask_with, url, "{}", seed) for seed in range(3)]
         refused = pool.submit(ask_with, url, own, stream=stream).result()
@@ -241,6 +263,7 @@ def test_a_wrong_request_is_refused_and_others_do_not_notice(
     assert error["param"] == "nitro"
     assert says in error["message"]
     assert [other.result().status_code for other in others] == [200] * 3
+    assert metric(url, "nitro:requests_refused_total") == before + 1
     assert "Traceback" not in log.read_text()[start:]
 
 
