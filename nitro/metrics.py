@@ -109,7 +109,6 @@ METRICS = (
     Metric("bridge_depth", "gauge", "Most answers found in the ring in one step since the last count."),
     Metric("bridge_questions", "gauge", "Questions that have no answer yet."),
 )
-BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def ratio(part: float, whole: float) -> float:

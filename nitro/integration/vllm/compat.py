@@ -112,7 +112,7 @@ class Field:
 
     def fault(self) -> str | None:
         """Say what is wrong with the field in this vLLM, or return None."""
-        found = [field.name for field in fields(self.owner)]  # type: ignore[arg-type]
+        found = [field.name for field in fields(self.owner)]
         return None if self.name in found else f"{self.label} does not exist"
 
 
