@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
+
+from .served import environment, metric, metrics, prompt, serve_command, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -25,65 +23,11 @@ BUDGET = 72
 SETTINGS = {"nitro": {"policy": "keydiff", "budget": BUDGET, "window": 16, "slack": 24}}
 
 
-def serve_command(model: Path, port: int, settings: object) -> list[str]:
-    return [
-        *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
-        *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-        *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256"),
-        *("--num-gpu-blocks-override", "60", "--kv-cache-memory-bytes", str(64 * 2**20)),
-        *("--additional-config", json.dumps(settings)),
-    ]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = serve_command(tiny("llama-gqa"), port, SETTINGS)
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(300):
-                assert process.poll() is None, log.read_text()[-4000:]
-                try:
-                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    pass
-                time.sleep(1)
-            else:
-                raise AssertionError(log.read_text()[-4000:])
-            yield url, log
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Return the only engine's metrics, as a Prometheus server reads them."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    families = text_string_to_metric_families(text)
-    return {s.name: s.value for family in families for s in family.samples if s.labels.get("engine") == "0"}
-
-
-def metric(url: str, name: str) -> float:
-    found = metrics(url)
-    assert name in found, f"{name} is not among: {sorted(key for key in found if key.startswith('nitro'))}"
-    return found[name]
-
-
-def prompt(seed: int, length: int = 120) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i) % 500 for i in range(length)]
+    with serving(tiny("llama-gqa"), SETTINGS, log, "--skip-tokenizer-init") as url:
+        yield url, log
 
 
 def test_the_log_and_the_metrics_prove_that_nitro_is_active(server: tuple[str, Path]) -> None:
