@@ -8,8 +8,9 @@ that never runs out, so that both schedule the same number of requests). The mod
 are timed one by one: `schedule()`, and within it Nitro's own part; the median and the mean count, since evictions and
 new blocks come in waves. Under a threshold, which is only run where asked for (`--only "Nitro, threshold"`), a worker
 says that 330 tokens reach it, some steps after each question. The count of slots for /metrics, which is made once a
-second, a part in each step, is timed without the pause. To compare two commits, install each in an environment of its
-own and run `--only Nitro` in turn: what else a machine does is more than the difference.
+second, a part in each step, is timed without the pause; what /metrics takes in the scheduler beside it, in each step.
+To compare two commits, install each in an environment of its own and run `--only Nitro` in turn: what else a machine
+does is more than the difference.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 import nitro
 from nitro.integration.vllm.answers import messages_of
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.scheduler import ASKS, PLAN, NitroAsyncScheduler
+from nitro.integration.vllm.scheduler import NitroAsyncScheduler
 from nitro.integration.vllm.slots import SlotWatch
+from nitro.integration.vllm.work import ASKS, PLAN
 from nitro.ipc import MESSAGE, Messages, Producer
 from nitro.testing.models import make_tiny_model
 from nitro.types import StepAsks
@@ -166,6 +168,8 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
     own: list[float] = []
     asking: list[float] = []
     counting: list[float] = []
+    telling: list[float] = []
+    looking: list[float] = []
     if kind == BY_DATA:
         timed(scheduler.nitro, "_ask", asking)
         timed(scheduler.nitro.asks, "take", asking)
@@ -173,11 +177,18 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
         for name in ("plan", "notice", "attach"):
             timed(scheduler.nitro, name, own)
         seconds = itertools.count(0, 2)
-        watch = SlotWatch(scheduler.nitro.manager, scheduler.nitro.collector, lambda: next(seconds))
+        side = scheduler.nitro
+        timed(side, "report", telling)
+        for name in ("planned", "heard"):
+            timed(side.reporter, name, telling)
+        timed(side.reporter.slots, "look", looking)  # a part of `report`
+        watch = SlotWatch(side.manager, side.collector, side.rules, lambda: next(seconds))
     total, evictions, questions = [], 0, 0
     for _ in range(steps):
         own.append(0.0)
         asking.append(0.0)
+        telling.append(0.0)
+        looking.append(0.0)
         started = time.perf_counter()
         output = scheduler.schedule()
         total.append(time.perf_counter() - started)
@@ -188,6 +199,7 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
             started = time.perf_counter()
             watch.look(scheduler.running)
             counting.append(time.perf_counter() - started)
+    told = [all_of_it - look for all_of_it, look in zip(telling, looking, strict=True)]
     return {
         "scheduler": kind,
         "requests": requests,
@@ -198,6 +210,8 @@ def run(kind: str, model: Path, requests: int, steps: int, late: int | None) -> 
         "nitro_ms_mean": 1e3 * statistics.fmean(own),
         "nitro_us_per_eviction": 1e6 * sum(own) / max(evictions, 1),
         "us_per_question": 1e6 * sum(asking) / max(questions, 1),
+        "telling_us_median": 1e6 * statistics.median(told),
+        "telling_us_mean": 1e6 * statistics.fmean(told),
         "count_ms_median": 1e3 * statistics.median(counting or [0.0]),
         "blocks_in_use": scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         - scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -221,15 +235,17 @@ def main() -> None:
                 results.append(run(kind, model, requests, arguments.steps, late))
     print(
         "\n| requests | scheduler | schedule(), median ms | mean | of it Nitro's, mean | evictions | µs for each "
-        "| questions | of it to ask, µs for each | a step's count of slots, median ms | blocks in use |"
+        "| questions | of it to ask, µs for each | a step's count of slots, median ms | metrics, median µs | mean "
+        "| blocks in use |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|" + "---|" * 13)
     for row in results:
         print(
             f"| {row['requests']:,} | {row['scheduler']} | {row['schedule_ms_median']:.2f} "
             f"| {row['schedule_ms_mean']:.2f} | {row['nitro_ms_mean']:.3f} | {row['evictions']:,} "
             f"| {row['nitro_us_per_eviction']:.1f} | {row['questions']:,} | {row['us_per_question']:.1f} "
-            f"| {row['count_ms_median']:.2f} | {row['blocks_in_use']:,} |"
+            f"| {row['count_ms_median']:.2f} | {row['telling_us_median']:.1f} | {row['telling_us_mean']:.1f} "
+            f"| {row['blocks_in_use']:,} |"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

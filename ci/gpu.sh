@@ -50,7 +50,7 @@ wanted() { [[ $stages == *" $1 "* ]]; }
 wanted build && stage build "${PYTHON:-python3}" -m pip install -q --no-build-isolation --no-deps "${target[@]}" .
 # Tests of wide memory take a third of a large card each: one at a time.
 wanted kernels && together \
-  "kernels ${pytest[*]} -m gpu --durations=5 -k 'not wide' ${at_once[*]} tests/gpu/kernels tests/gpu/test_kernel_compactor.py" \
+  "kernels ${pytest[*]} -m gpu --durations=5 -k 'not wide' ${at_once[*]} tests/gpu/kernels tests/gpu/test_kernel_compactor.py tests/gpu/test_work_clock.py" \
   "wide ${pytest[*]} -m gpu -k wide tests/gpu/kernels"
 if wanted sanitize; then
   # The allocator of torch would hide where a tensor ends.

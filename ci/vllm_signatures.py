@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Record the parameters of vLLM's methods that Nitro overrides, from wheels, without installing or importing them.
 
+Of a field of a dataclass, its name is recorded, or null where there is no such field.
+
     python3 ci/vllm_signatures.py WHEEL... > tests/data/vllm_signatures.json
 
 `tests/unit/integration/test_signatures.py` holds Nitro's expectations against what is recorded. To support a further
@@ -54,6 +56,13 @@ class Sources:
                 return known
         return None
 
+    def field(self, module: str, owner: str, name: str) -> list[str] | None:
+        """Return the name of a dataclass' field, or None where there is no such field."""
+        tree = self.module(module)
+        found = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner] if tree else []
+        fields = [n.target.id for c in found for n in c.body if isinstance(n, ast.AnnAssign)]
+        return [name] if name in fields else None
+
     @staticmethod
     def _home(tree: ast.Module, name: str) -> str | None:
         for node in ast.walk(tree):
@@ -70,7 +79,9 @@ def main() -> None:
         assert version, f"{wheel.name} is no wheel of vLLM"
         sources = Sources(wheel)
         recorded[version[1]] = {
-            label: sources.parameters(hook.owner.__module__, hook.owner.__qualname__, hook.name)
+            label: (sources.field if isinstance(hook, compat.Field) else sources.parameters)(
+                hook.owner.__module__, hook.owner.__qualname__, hook.name
+            )
             for label, hook in sorted(wanted.items())
         }
     # A line for each method: a diff between two recordings shows what changed.

@@ -15,6 +15,7 @@ from nitro.capacity.cli import plan
 from nitro.demo.settings import DemoSettings
 from nitro.errors import NitroError
 from nitro.eval.cli import evaluate
+from nitro.watch.cli import stats
 
 main = typer.Typer(
     name="nitro",
@@ -25,6 +26,7 @@ main = typer.Typer(
 )
 main.command()(plan)
 main.command("eval")(evaluate)
+main.command()(stats)
 main.add_typer(bench)
 _DEFAULT = DemoSettings()
 

@@ -25,3 +25,7 @@ class BridgeError(NitroError, RuntimeError):
 
 class ModelFetchError(NitroError, RuntimeError):
     """A model or text for the demo could not be fetched, or its checksum is wrong."""
+
+
+class WatchError(NitroError, RuntimeError):
+    """A server's metrics cannot be had, or are not those of vLLM with Nitro: the message names the address and why."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -233,3 +233,40 @@ class Counters:
     evictions: int = 0
     tokens_evicted: int = 0
     blocks_freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeCounters:
+    """What became of the scheduler's questions, totals since start-up.
+
+    Attributes:
+        answers: came in time.
+        stale: came too late to be used.
+        lost: never came, so that the question was asked again.
+        corrupt: were damaged.
+        replaced: waited for room in the ring until a newer one of their request took their place.
+        silent: were left out by a worker, whose GPU is too far behind.
+    """
+
+    answers: int = 0
+    stale: int = 0
+    lost: int = 0
+    corrupt: int = 0
+    replaced: int = 0
+    silent: int = 0
+
+
+class WorkReport(NamedTuple):
+    """What rank 0's worker tells the scheduler beside a step's tokens.
+
+    Attributes:
+        host_ns: for each step since the last report that had evictions or questions, nanoseconds on the host.
+        device_ns: likewise on the GPU, of steps that have ended there; such a step may have been reported before.
+        replaced: see ``BridgeCounters``; since the last report.
+        silent: likewise.
+    """
+
+    host_ns: tuple[int, ...] = ()
+    device_ns: tuple[int, ...] = ()
+    replaced: int = 0
+    silent: int = 0

@@ -7,7 +7,7 @@ carries a request's plan is still in flight when the request is aborted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,14 @@ class Moments:
         finished_with_plan: how many got their last token in a step that carried their plan.
         aborted_with_plan: how many were aborted right after a step that carried their plan was scheduled.
         aborted: how many were aborted in all.
+        preempted: how often a request was preempted.
     """
 
     planned: tuple[str, ...] = ()
     finished_with_plan: int = 0
     aborted_with_plan: int = 0
     aborted: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Storm:
     """What came of it.
 
     Attributes:
-        report: of the oracle, on the requests that were left alone.
+        report: of the oracle, on the requests that were left alone, or a sample of them.
         completed: how many those were.
         moments: when the others left.
         pool_whole: whether every block was free afterwards.
@@ -86,6 +88,7 @@ class Load:
         prompts: the shortest and the longest prompt.
         answers: the shortest and the longest answer; all lengths in between occur, so some end in the step of a plan.
         shared_prefix: tokens that half of the prompts share.
+        own: settings of their own that requests may have, each as likely; None: the server's.
     """
 
     requests: int = 60
@@ -93,6 +96,7 @@ class Load:
     prompts: tuple[int, int] = (20, 160)
     answers: tuple[int, int] = (8, 90)
     shared_prefix: int = 66
+    own: tuple[Mapping[str, Any] | None, ...] = (None,)
 
 
 @dataclass(slots=True)
@@ -116,7 +120,15 @@ class _Client:
         ids = head + [self.random.randrange(VOCAB) for _ in range(length - len(head))]
         name = f"storm{self.sent}"
         self.sent += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False, logprobs=0)
+        own = self.random.choice(self.load.own) if len(self.load.own) > 1 else self.load.own[0]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=answer,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            extra_args=None if own is None else {"nitro": dict(own)},
+        )
         self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
         self.waiting[name] = None
 
@@ -133,7 +145,15 @@ class _Client:
                 self.done.append(Generated.from_vllm(output))
 
 
-def run_storm(llm: Any, reference: PreTrainedModel, load: Load, *, policy: str = "keydiff", seed: int = 0) -> Storm:
+def run_storm(
+    llm: Any,
+    reference: PreTrainedModel,
+    load: Load,
+    *,
+    policy: str = "keydiff",
+    seed: int = 0,
+    sample: int | None = None,
+) -> Storm:
     """Let requests come and go on a running in-process engine, and hold those that stay against the oracle.
 
     Args:
@@ -142,6 +162,7 @@ def run_storm(llm: Any, reference: PreTrainedModel, load: Load, *, policy: str =
         load: what comes.
         policy: Nitro's, from now on.
         seed: of everything random here.
+        sample: hold only so many requests against the oracle; None: all.
     """
     from vllm import SamplingParams
 
@@ -159,8 +180,9 @@ def run_storm(llm: Any, reference: PreTrainedModel, load: Load, *, policy: str =
     # Workers hear of finished requests with the next step, so let there be one.
     llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
+    held = client.done if sample is None else client.random.sample(client.done, min(sample, len(client.done)))
     return Storm(
-        report=check_recording(reference, recording, client.done),
+        report=check_recording(reference, recording, held),
         completed=len(client.done),
         moments=moments,
         pool_whole=bool(llm.reset_prefix_cache()),
@@ -187,7 +209,7 @@ def _hang_up(client: _Client) -> None:
 @contextmanager
 def _watched(scheduler: Any, moments: Moments) -> Iterator[None]:
     """Note which requests have a plan in a step, and which of those finish in it."""
-    from nitro.integration.vllm.scheduler import PLAN
+    from nitro.integration.vllm.work import PLAN
 
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
@@ -198,6 +220,7 @@ def _watched(scheduler: Any, moments: Moments) -> Iterator[None]:
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         moments.planned += names(output)
+        moments.preempted += len(output.preempted_req_ids or ())
         return output
 
     def watched_update(output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,11 @@ logger = init_logger("vllm.plugins.nitro")
 
 
 class Answers:
-    """Counts on the device, copies to the host behind an event, and publishes once the copy is there. Never waits."""
+    """Counts on the device, copies to the host behind an event, and publishes once the copy is there. Never waits.
+
+    Attributes:
+        silent: questions that were left out, since the device is too far behind.
+    """
 
     def __init__(self, compactor: Compactor, device: torch.device, most_requests: int) -> None:
         """Begin without the shared memory, which the first question names.
@@ -35,6 +39,13 @@ class Answers:
         self._counts: AsyncCounts[StepAsks] = AsyncCounts(most_requests, device)
         self._producer: Producer | None = None
         self._mute = False
+        self._replaced = 0  # by a producer that is closed
+        self.silent = 0
+
+    @property
+    def replaced(self) -> int:
+        """Return how many answers waited for room in the ring until a newer one of their request took their place."""
+        return self._replaced if self._producer is None else self._producer.counters.replaced
 
     def step(self, asks: StepAsks | None) -> None:
         """Send what the device has counted since the last step, and let it count what is asked now.
@@ -56,12 +67,14 @@ class Answers:
                 self._fall_silent(str(error))
                 return
         if not self._counts.submit(self._compactor.count(asks.slots, asks.threshold), asks):
+            self.silent += len(asks)
             logger.warning_once("the GPU is so far behind that an answer was left out; the scheduler will ask again")
 
     def _fall_silent(self, why: str) -> None:
         """Answer nothing any more, and keep nothing that waits to be sent."""
         self._mute = True
         if self._producer is not None:
+            self._replaced = self._producer.counters.replaced
             self._producer.close()
             self._producer = None
         logger.warning(

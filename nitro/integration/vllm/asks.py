@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from nitro.errors import BridgeError
 from nitro.ipc import Consumer, collect_stale, new_engine_id
-from nitro.types import IntArray, StepAsks, StepPlan
+from nitro.types import BridgeCounters, IntArray, StepAsks, StepPlan, WorkReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +110,7 @@ class Asks:
         self._new: list[_Asked] = []
         self._put_off = 0  # requests that were to be asked about in this step, had there not been so many
         self._dead = False
+        self._depth = 0
         self.answered = self.stale = self.lost = 0
 
     def close(self) -> None:
@@ -131,7 +132,24 @@ class Asks:
                 "any more, only max_keep does; start the engine again"
             )
             return []
-        return [answer for message in self._ring.poll() if (answer := self._match(*message.item())) is not None]
+        messages = self._ring.poll()
+        self._depth = max(self._depth, len(messages))
+        return [answer for message in messages if (answer := self._match(*message.item())) is not None]
+
+    @property
+    def open(self) -> int:
+        """Return how many questions have no answer yet."""
+        return len(self._open)
+
+    def take_depth(self) -> int:
+        """Return the most answers that were found in the ring in one step since the last call."""
+        depth, self._depth = self._depth, 0
+        return depth
+
+    def counters(self, work: WorkReport) -> BridgeCounters:
+        """Return what became of all questions so far, given the worker's newest report."""
+        corrupt = self._ring.counters.corrupt
+        return BridgeCounters(self.answered, self.stale, self.lost, corrupt, work.replaced, work.silent)
 
     def _match(
         self, number: int, _: int, run: int, epoch: int, logical: int, physical: int, keep: int, __: int

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nitro.errors import UnsupportedError
@@ -98,8 +98,26 @@ class Hook:
         return None
 
 
-def hooks() -> tuple[Hook, ...]:
-    """Return every method that Nitro overrides, for the platform that vLLM runs on."""
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of one of vLLM's dataclasses that Nitro uses."""
+
+    owner: type
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Module, class and field."""
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
+    def fault(self) -> str | None:
+        """Say what is wrong with the field in this vLLM, or return None."""
+        found = [field.name for field in fields(self.owner)]
+        return None if self.name in found else f"{self.label} does not exist"
+
+
+def hooks() -> tuple[Hook | Field, ...]:
+    """Return every method that Nitro overrides, and every field that it uses, for the platform that vLLM runs on."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -114,6 +132,7 @@ def hooks() -> tuple[Hook, ...]:
         *front_end_hooks(),
         Hook(Scheduler, "schedule", ()),
         Hook(Scheduler, "make_stats", ()),
+        Hook(Scheduler, "update_from_output", ("scheduler_output", "model_runner_output")),
         Hook(Scheduler, "shutdown", ()),
         Hook(FullAttentionManager, "get_num_blocks_to_allocate", ("request_id", "num_tokens")),
         Hook(FullAttentionManager, "allocate_new_blocks", ("request_id", "num_tokens", "num_tokens_main_model")),
@@ -129,10 +148,28 @@ def hooks() -> tuple[Hook, ...]:
         Hook(GPUModelRunner, "_update_states", ("scheduler_output",)),
         Hook(GPUModelRunner, "_prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
         Hook(GPUModelRunner, "initialize_kv_cache", ("kv_cache_config",)),
+        Hook(GPUModelRunner, "sample_tokens", ("grammar_output",)),
         Hook(BlockTable, "compute_slot_mapping", ("num_reqs", "query_start_loc", "positions")),
         Hook(BlockTable, "clear_row", ("row_idx",)),
         Hook(BlockTable, "append_row", ("block_ids", "row_idx")),
+        *metrics_hooks(),
         *(v2_hooks() if device_type() == "cuda" else ()),
+    )
+
+
+def metrics_hooks() -> tuple[Hook | Field, ...]:
+    """Return what carries Nitro's figures from workers and scheduler to ``/metrics``."""
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+    return (
+        Hook(AggregateStatLoggerBase, "__init__", ("vllm_config", "engine_indexes")),
+        Hook(AggregateStatLoggerBase, "record", ("scheduler_stats", "iteration_stats")),
+        Hook(AggregateStatLoggerBase, "log_engine_initialized", ()),
+        Hook(AsyncModelRunnerOutput, "get_output", ()),
+        Field(ModelRunnerOutput, "req_ids"),
+        Field(SchedulerStats, "waiting_lora_adapters"),
     )
 
 

@@ -13,13 +13,21 @@ from nitro.integration.vllm.compat import front_end_hooks
 from nitro.request_settings import RequestSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
+
+
+def _unheard() -> None:
+    """Count nothing: this process has no ``/metrics``."""
+
+
+on_refusal: Callable[[], object] = _unheard
+"""What is told of each refused request; the metrics of the process put themselves here."""
 
 
 class RequestSettingsError(SettingsError, VLLMValidationError):
@@ -36,7 +44,7 @@ class RequestSettingsError(SettingsError, VLLMValidationError):
 
 
 def check_request(config: VllmConfig, params: object) -> None:
-    """Check the settings of one request.
+    """Check the settings of one request, and count it if it is refused.
 
     Args:
         config: of the engine that it is for.
@@ -45,6 +53,14 @@ def check_request(config: VllmConfig, params: object) -> None:
     Raises:
         RequestSettingsError: they are wrong, or the engine runs without Nitro.
     """
+    try:
+        _check(config, params)
+    except RequestSettingsError:
+        on_refusal()
+        raise
+
+
+def _check(config: VllmConfig, params: object) -> None:
     extra = getattr(params, "extra_args", None)
     if not extra:
         return

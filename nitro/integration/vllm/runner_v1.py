@@ -10,11 +10,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nitro.compactor import Compactor
 from nitro.errors import IntegrityError
+from nitro.integration.vllm import work
 from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.caches import take_over
-from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
 from nitro.types import StepAsks, StepPlan
+from nitro.work_clock import WorkClock
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +27,7 @@ class NitroRunnerMixin(GPUModelRunner):
 
     nitro: Compactor
     nitro_answers: Answers | None
+    nitro_clock: WorkClock
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Allocate the caches, then take them over."""
@@ -33,6 +35,7 @@ class NitroRunnerMixin(GPUModelRunner):
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
         self.nitro, self.nitro_answers = take_over(self)
+        self.nitro_clock = WorkClock(self.device)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = scheduler_output.finished_req_ids
@@ -47,14 +50,15 @@ class NitroRunnerMixin(GPUModelRunner):
             self.nitro.forget(request_id)
         # Before vLLM appends this step's new blocks, and before it zeroes or copies any block: a block that a plan
         # frees may already belong to somebody else in this very step.
-        plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
-        if plan is not None:
-            self._nitro_apply(plan)
-        self._nitro_answer(getattr(scheduler_output, ASKS, None))
+        work.do(self, scheduler_output)
         result = super()._update_states(scheduler_output)
         for request_id in resumed | new:
             self.nitro.begin_run(request_id, self.requests[request_id].num_tokens)
         return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, and tell the scheduler what Nitro's part of the step has taken."""
+        return work.told(super().sample_tokens(*args, **kwargs), self.nitro_clock, self.nitro_answers)
 
     def _nitro_answer(self, asks: StepAsks | None) -> None:
         if self.nitro_answers is not None:

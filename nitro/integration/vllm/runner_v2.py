@@ -13,12 +13,13 @@ import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from nitro.compactor import Compactor
+from nitro.integration.vllm import work
 from nitro.integration.vllm.answers import Answers
 from nitro.integration.vllm.caches import take_over
-from nitro.integration.vllm.scheduler import ASKS, PLAN
 from nitro.kernels.paged import to_device
 from nitro.kernels.shift import shift_to_slots
 from nitro.types import IntArray, StepAsks, StepPlan
+from nitro.work_clock import WorkClock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ class NitroV2ModelRunner(GPUModelRunner):
 
     nitro: Compactor
     nitro_answers: Answers | None
+    nitro_clock: WorkClock
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Allocate the caches, then take them over."""
@@ -39,6 +41,7 @@ class NitroV2ModelRunner(GPUModelRunner):
         if kwargs.get("is_profiling") or (args and args[0] is True):
             return
         self.nitro, self.nitro_answers = take_over(self)
+        self.nitro_clock = WorkClock(self.device)
         # Evicted tokens of each row of vLLM's request table; and of the last step's requests, here and on the device.
         self._nitro_evicted: IntArray = np.zeros(self.max_num_reqs, np.int32)
         self._nitro_lost: IntArray = np.zeros(0, np.int32)
@@ -68,10 +71,7 @@ class NitroV2ModelRunner(GPUModelRunner):
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Compact before vLLM appends this step's new blocks, and before it zeroes or copies any."""
         # A block that a plan frees may already belong to somebody else in this very step.
-        plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
-        if plan is not None:
-            self._nitro_apply(plan)
-        self._nitro_answer(getattr(scheduler_output, ASKS, None))
+        work.do(self, scheduler_output)
         super().update_requests(scheduler_output)
 
     def _nitro_answer(self, asks: StepAsks | None) -> None:
@@ -122,4 +122,4 @@ class NitroV2ModelRunner(GPUModelRunner):
         if state is not None and batch is not None and state.input_batch is batch:
             batch.seq_lens = self._nitro_logical[: batch.num_reqs_after_padding]
         self._nitro_shifted = None
-        return super().sample_tokens(*args, **kwargs)
+        return work.told(super().sample_tokens(*args, **kwargs), self.nitro_clock, self.nitro_answers)

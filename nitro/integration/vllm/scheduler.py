@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +19,26 @@ import nitro
 from nitro.collector import Collector
 from nitro.due import DueCalendar
 from nitro.errors import UnsupportedError
-from nitro.integration.vllm import compat, stats
+from nitro.integration.vllm import compat
 from nitro.integration.vllm.activate import settings_in
 from nitro.integration.vllm.admission import Admission
 from nitro.integration.vllm.asks import PATIENCE, Asks
 from nitro.integration.vllm.early import NitroKVCacheManager
 from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
+from nitro.integration.vllm.reporter import Reporter
 from nitro.integration.vllm.request_rules import RequestRules
 from nitro.integration.vllm.slots import SlotWatch
+from nitro.integration.vllm.work import ASKS, PLAN
 from nitro.planner import ThresholdRule
 from nitro.types import Counters, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from nitro.config import Settings
@@ -41,8 +46,6 @@ if TYPE_CHECKING:
     from nitro.planner import BudgetRule, Rule
 
 logger = init_logger("vllm.plugins.nitro")
-PLAN = "nitro_plan"
-ASKS = "nitro_asks"
 
 
 class SchedulerSide:
@@ -74,9 +77,8 @@ class SchedulerSide:
         NitroKVCacheManager.adopt(scheduler.kv_cache_manager, self.manager)
         self.asks = None if settings.threshold is None else Asks(settings.threshold, self.manager.block_size)
         self.calendar = DueCalendar()
-        self.slots = SlotWatch(self.manager, self.collector)
+        self.reporter = Reporter(SlotWatch(self.manager, self.collector, self.rules), self.asks)
         self.counters = Counters()
-        self.reported = Counters()
         self._net_freed = 0
         self._releases = 0  # of the ledger, when this step's evictions were made
         logger.info(
@@ -284,11 +286,8 @@ class SchedulerSide:
         )
 
     def report(self, scheduler_stats: SchedulerStats, running: Sequence[Request]) -> None:
-        """Add what happened since the last report, and how slots are used, to what goes to vLLM's front-end."""
-        stats.put(scheduler_stats, self.reported, self.counters)
-        self.reported = self.counters
-        if (use := self.slots.look(running)) is not None:
-            stats.put_slots(scheduler_stats, use)
+        """Add what happened since the last report to what goes to vLLM's front-end."""
+        self.reporter.put(scheduler_stats, self.counters, running)
 
 
 def _only_manager(scheduler: Scheduler) -> FullAttentionManager:
@@ -321,12 +320,23 @@ class _NitroSchedulerMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Plan this step's evictions, schedule the step, and attach the plans to it."""
         paused = self.pause_state == PauseState.PAUSED_ALL
+        began = time.perf_counter_ns()
         plan = None if paused else self.nitro.plan(self.requests)
+        planned = time.perf_counter_ns()
         output = super().schedule(*args, **kwargs)
+        resumed = time.perf_counter_ns()
         self.nitro.notice(output)
         if plan is not None:
             self.nitro.attach(plan, output)
+        self.nitro.reporter.planned(planned - began + time.perf_counter_ns() - resumed)
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take what the worker says of its own work before vLLM makes its statistics of the step."""
+        self.nitro.reporter.heard(model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """Return vLLM's statistics with Nitro's counters in them."""

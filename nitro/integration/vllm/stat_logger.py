@@ -2,69 +2,75 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from nitro.integration.vllm import stats
+from nitro.integration.vllm import frontend, stats
 from nitro.integration.vllm.activate import settings_in
+from nitro.integration.vllm.slots import SlotUse
+from nitro.metrics import BUCKETS, METRICS, PREFIX, Metric, ratio
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from nitro.integration.vllm.slots import SlotUse
-
-_Metric = TypeVar("_Metric", Counter, Gauge)
-LABELS = ("model_name", "engine")
-HELP = {
-    "evictions": "Evictions applied: one request compacted in one engine step.",
-    "tokens_evicted": "Tokens dropped from the KV cache, counted once per request (not per layer or head).",
-    "blocks_freed": "KV cache blocks given back to the pool by evictions, less those that they took from it.",
-}
+_Shown = Counter | Gauge | Histogram
+BRIDGE_GAUGES = ("bridge_depth", "bridge_questions")
 
 
-GAUGES = {
-    "allocated_slots": "Slots of the KV cache blocks that running requests hold, counted about once a second.",
-    "live_slots": "Slots of these that hold a token in use.",
-    "fragmentation_ratio": "Allocated slots over live slots, of all running requests; NaN if there are none.",
-    "request_fragmentation_ratio_max": "The largest such ratio of one evicted request; NaN if there are none.",
-}
-
-
-def _metric(kind: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
+def _family(metric: Metric) -> _Shown:
     """Return the metric, a new one in place of that of an engine that this process ran before."""
-    known = getattr(REGISTRY, "_names_to_collectors", {}).get(f"nitro:{name}")
+    name = PREFIX + metric.name
+    known = getattr(REGISTRY, "_names_to_collectors", {}).get(name)
     if known is not None:
         REGISTRY.unregister(known)
-    return kind(f"nitro:{name}", text, LABELS, **options)
+    if metric.kind == "counter":
+        return Counter(name, metric.text, metric.labels)
+    if metric.kind == "histogram":
+        return Histogram(name, metric.text, metric.labels, buckets=BUCKETS)
+    return Gauge(name, metric.text, metric.labels, multiprocess_mode="mostrecent")
 
 
-def _ratio(allocated: int, live: int) -> float:
-    return allocated / live if live else math.nan
+def shown_of(use: SlotUse) -> dict[str, float]:
+    """Return the gauges that say what running requests hold, by name."""
+    return {
+        "active_requests": use.active,
+        "evicted_requests": use.evicted,
+        "logical_tokens": use.logical,
+        "physical_tokens": use.live,
+        "retention_ratio": ratio(use.live, use.logical),
+        "allocated_slots": use.allocated,
+        "fragmentation_ratio": ratio(use.allocated, use.live),
+        "request_fragmentation_ratio_max": ratio(use.worst_allocated, use.worst_live),
+    }
 
 
 class NitroStatLogger(AggregateStatLoggerBase):
-    """Counts evictions per engine, and says how its slots are used; does nothing on an engine without Nitro."""
+    """Shows Nitro's figures of each engine; does nothing on an engine without Nitro."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        """Register the counters, at zero, so that a scrape before the first eviction proves that Nitro is active."""
-        self.counters: dict[tuple[str, int], Counter] = {}
-        self.gauges: dict[tuple[str, int], Gauge] = {}
+        """Register the metrics, at zero, so that a scrape before the first eviction proves that Nitro is active."""
+        self._shown: dict[tuple[str, int], Any] = {}  # by name, with its reason, and engine
         if settings_in(vllm_config.additional_config) is None:
             return
         served = vllm_config.model_config.served_model_name
         model = served[0] if isinstance(served, list) else served
-        for name, text in HELP.items():
-            family = _metric(Counter, name, text)
-            for index in engine_indexes or [0]:
-                self.counters[name, index] = family.labels(model, str(index))
-        for name, text in GAUGES.items():
-            gauge = _metric(Gauge, name, text, multiprocess_mode="mostrecent")
-            for index in engine_indexes or [0]:
-                self.gauges[name, index] = gauge.labels(model, str(index))
+        engines = engine_indexes or [0]
+        for metric in METRICS:
+            family = _family(metric)
+            for index in engines:
+                own = (model, str(index))
+                if metric.reasons:
+                    for reason in metric.reasons:
+                        self._shown[f"{metric.name}.{reason}", index] = family.labels(*own, reason)
+                else:
+                    self._shown[metric.name, index] = family.labels(*own)
+        # The front-end refuses a request before it has an engine, so that all of them count for its first one.
+        frontend.on_refusal = self._shown["requests_refused", engines[0]].inc
 
     def record(
         self,
@@ -74,24 +80,25 @@ class NitroStatLogger(AggregateStatLoggerBase):
         engine_idx: int = 0,
         **kwargs: Any,
     ) -> None:
-        """Take Nitro's counts out of the statistics of one engine step."""
+        """Take Nitro's figures out of the statistics of one engine step."""
         if scheduler_stats is None:
             return
-        for name, amount in stats.take(scheduler_stats).items():
-            if counter := self.counters.get((name, engine_idx)):
-                counter.inc(amount)
-        if (use := stats.take_slots(scheduler_stats)) is not None and self.gauges:
-            self._show(use, engine_idx)
+        figures = stats.take(scheduler_stats)
+        for name, more in figures.counts.items():
+            if counter := self._shown.get((name, engine_idx)):
+                counter.inc(more)
+        for name, times in figures.times.items():
+            if histogram := self._shown.get((name, engine_idx)):
+                for taken in times:
+                    histogram.observe(taken / 1e9)
+        if figures.gauges:
+            self._set(figures.gauges, engine_idx)
 
-    def _show(self, use: SlotUse, engine: int) -> None:
-        values = (
-            use.allocated,
-            use.live,
-            _ratio(use.allocated, use.live),
-            _ratio(use.worst_allocated, use.worst_live),
-        )
-        for name, value in zip(GAUGES, values, strict=True):
-            if gauge := self.gauges.get((name, engine)):
+    def _set(self, gauges: Mapping[str, int], engine: int) -> None:
+        use = SlotUse(*(gauges[name] for name in SlotUse._fields))
+        of_bridge = {name: gauges[name] for name in BRIDGE_GAUGES if name in gauges}
+        for name, value in {**shown_of(use), **of_bridge}.items():
+            if gauge := self._shown.get((name, engine)):
                 gauge.set(value)
 
     def log_engine_initialized(self) -> None:

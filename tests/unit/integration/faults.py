@@ -13,7 +13,8 @@ from vllm.v1.request import RequestStatus
 from nitro.collector import Collector
 from nitro.integration.vllm.evictions import StepEvictions
 from nitro.integration.vllm.manager import NitroFullAttentionManager
-from nitro.integration.vllm.scheduler import PLAN, SchedulerSide
+from nitro.integration.vllm.scheduler import SchedulerSide
+from nitro.integration.vllm.work import PLAN
 from nitro.types import Eviction, StepPlan
 
 Plant = Callable[[pytest.MonkeyPatch], None]

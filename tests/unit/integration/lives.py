@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nitro.integration.vllm.scheduler import PLAN
+from nitro.integration.vllm.work import PLAN
 
 from .simulation import BLOCK, Simulation
 

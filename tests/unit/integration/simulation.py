@@ -28,7 +28,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nitro.integration.vllm.answers import messages_of
-from nitro.integration.vllm.scheduler import ASKS, PLAN, NitroAsyncScheduler, NitroScheduler
+from nitro.integration.vllm.scheduler import NitroAsyncScheduler, NitroScheduler
+from nitro.integration.vllm.work import ASKS, PLAN
 from nitro.ipc import MESSAGE, Messages, Producer
 from nitro.testing.pool import assert_pool_whole, view_of
 from nitro.types import StepAsks

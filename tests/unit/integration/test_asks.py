@@ -18,7 +18,7 @@ from nitro import _native
 from nitro.errors import BridgeError
 from nitro.integration.vllm import asks as asks_module
 from nitro.integration.vllm.asks import PATIENCE, Answer, Asks
-from nitro.integration.vllm.scheduler import ASKS
+from nitro.integration.vllm.work import ASKS
 from nitro.integration.vllm.worker import NitroWorkerMixin
 from nitro.ipc import MESSAGE, Consumer, Messages, Producer
 from nitro.types import StepAsks

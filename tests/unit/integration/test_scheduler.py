@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from nitro.integration.vllm import request_rules
 from nitro.integration.vllm.early import NitroKVCacheManager
-from nitro.integration.vllm.scheduler import PLAN
+from nitro.integration.vllm.work import PLAN
 from nitro.testing.pool import assert_pool_whole
 
 from . import simulation
@@ -189,11 +189,12 @@ def test_counters_travel_in_the_statistics(simulate: Make) -> None:
     sim = simulate(chunk=256)
     sim.add(prompt(100, 1), 60)
     sim.drain()
-    reports = [found for item in sim.stats if (found := stats.take(item))]
+    figures = [stats.take(item) for item in sim.stats]
+    reports = [found.counts for found in figures if found.counts]
     assert reports[0] == {"evictions": 1, "tokens_evicted": 100 - SETTINGS["budget"], "blocks_freed": 7 - 3}
     assert sum(found["evictions"] for found in reports) == sim.evictions > 1
-    for item in sim.stats:
-        stats.take_slots(item)
+    assert [len(found.times["plan_seconds"]) for found in figures] == [1] * sim.steps, "one for each step"
+    assert all(0 < found.times["plan_seconds"][0] < 10**9 for found in figures)
     assert not any(item.waiting_lora_adapters for item in sim.stats), "nothing of it may be left for vLLM's own loggers"
 
 
@@ -203,24 +204,32 @@ def test_slots_in_use_travel_once_a_second_and_when_the_last_request_has_ended(s
 
     sim = simulate(chunk=256)
     side, now = sim.scheduler.nitro, [100.0]  # type: ignore[attr-defined]
-    side.slots = SlotWatch(side.manager, side.collector, lambda: now[0])
-    name, other = sim.add(prompt(100, 1), 40), sim.add(prompt(20, 2), 4)
+    side.reporter.slots = SlotWatch(side.manager, side.collector, side.rules, lambda: now[0])
+
+    def told(report: Any) -> SlotUse | None:
+        gauges = stats.take(report).gauges
+        return SlotUse(**gauges) if gauges else None
+
+    name, other = sim.add(prompt(100, 1), 40), sim.add(prompt(20, 2), 4, {"enabled": False})
     sim.step()
     sizes = {request.request_id: request.num_computed_tokens for request in sim.scheduler.running}
-    assert stats.take_slots(sim.stats[-1]) == SlotUse(7 * BLOCK + 2 * BLOCK, sum(sizes.values())), "none is evicted yet"
+    total = sum(sizes.values())
+    unevicted = SlotUse(7 * BLOCK + 2 * BLOCK, total, logical=total, active=1)
+    assert told(sim.stats[-1]) == unevicted, "none is evicted yet, and one asks for no eviction"
     for _ in range(12):
         sim.step()
-        assert stats.take_slots(sim.stats[-1]) is None, "the second is not over"
+        assert told(sim.stats[-1]) is None, "the second is not over"
     assert other not in sim.scheduler.requests
     now[0] += INTERVAL
     sim.step()
     request = sim.scheduler.requests[name]
     held = len(side.manager.req_to_blocks[name]) * BLOCK
     used = request.num_computed_tokens - side.collector.evicted(name)
-    assert stats.take_slots(sim.stats[-1]) == SlotUse(held, used, held, used)
+    assert told(sim.stats[-1]) == SlotUse(held, used, held, used, request.num_computed_tokens, active=1, evicted=1)
+    assert used < request.num_computed_tokens
     assert 1 <= held / used <= 1 + BLOCK / SETTINGS["budget"]
     sim.drain()
-    assert [use for item in sim.stats if (use := stats.take_slots(item))] == [SlotUse()], "nobody runs any more"
+    assert [use for item in sim.stats if (use := told(item))] == [SlotUse()], "nobody runs any more"
 
 
 def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +243,7 @@ def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch
         sim.step()
     running, now = sim.scheduler.running, [0.0]
     assert len(running) == 8
-    watch = slots.SlotWatch(side.manager, side.collector, lambda: now[0])
+    watch = slots.SlotWatch(side.manager, side.collector, side.rules, lambda: now[0])
 
     def each(names: list[str]) -> list[tuple[int, int]]:
         tables, requests = side.manager.req_to_blocks, sim.scheduler.requests
@@ -246,7 +255,9 @@ def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch
     def expected(names: list[str]) -> slots.SlotUse:
         found = each(names)
         worst = max(found, key=lambda use: use[0] / use[1])
-        return slots.SlotUse(sum(held for held, _ in found), sum(used for _, used in found), *worst)
+        computed = sum(sim.scheduler.requests[name].num_computed_tokens for name in names)
+        held, used = (sum(column) for column in zip(*found, strict=True))
+        return slots.SlotUse(held, used, *worst, computed, active=len(names), evicted=len(names))
 
     for _ in range(2):
         assert [watch.look(running), watch.look(running)] == [None, None]
@@ -278,36 +289,6 @@ def test_slots_of_many_requests_are_counted_in_parts(simulate: Make, monkeypatch
     counted += each(rest)
     assert use[:2] == (sum(held for held, _ in counted), sum(used for _, used in counted))
     sim.drain()
-
-
-def test_the_metrics_say_how_slots_are_used() -> None:
-    from prometheus_client import REGISTRY
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    from nitro.integration.vllm import stats
-    from nitro.integration.vllm.slots import SlotUse
-    from nitro.integration.vllm.stat_logger import NitroStatLogger
-
-    config = SimpleNamespace(
-        additional_config={"nitro": {"budget": 64}}, model_config=SimpleNamespace(served_model_name="m")
-    )
-    logger = NitroStatLogger(config, [0])
-
-    def shown(name: str) -> float | None:
-        return REGISTRY.get_sample_value(f"nitro:{name}", {"model_name": "m", "engine": "0"})
-
-    report = SchedulerStats()
-    stats.put_slots(report, SlotUse(960, 800, 96, 66))
-    logger.record(report, None)
-    assert (shown("allocated_slots"), shown("live_slots"), shown("fragmentation_ratio")) == (960, 800, 1.2)
-    assert shown("request_fragmentation_ratio_max") == 96 / 66
-    assert report.waiting_lora_adapters == {}
-    logger.record(SchedulerStats(), None)
-    assert shown("fragmentation_ratio") == 1.2, "what was not counted again still stands"
-    stats.put_slots(report, SlotUse())
-    logger.record(report, None)
-    assert shown("allocated_slots") == 0
-    assert math.isnan(shown("fragmentation_ratio") or 0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from vllm.v1.core.sched.output import SchedulerOutput
 
 import nitro
-from nitro.integration.vllm.scheduler import PLAN
+from nitro.integration.vllm.work import PLAN
 
 from . import faults
 from .lives import MIXED, prompt

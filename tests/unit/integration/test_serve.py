@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
+
+from .served import environment, metric, metrics, prompt, serve_command, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -25,65 +23,11 @@ BUDGET = 72
 SETTINGS = {"nitro": {"policy": "keydiff", "budget": BUDGET, "window": 16, "slack": 24}}
 
 
-def serve_command(model: Path, port: int, settings: object) -> list[str]:
-    return [
-        *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
-        *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-        *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256"),
-        *("--num-gpu-blocks-override", "60", "--kv-cache-memory-bytes", str(64 * 2**20)),
-        *("--additional-config", json.dumps(settings)),
-    ]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = serve_command(tiny("llama-gqa"), port, SETTINGS)
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(300):
-                assert process.poll() is None, log.read_text()[-4000:]
-                try:
-                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    pass
-                time.sleep(1)
-            else:
-                raise AssertionError(log.read_text()[-4000:])
-            yield url, log
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Return the only engine's metrics, as a Prometheus server reads them."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    families = text_string_to_metric_families(text)
-    return {s.name: s.value for family in families for s in family.samples if s.labels.get("engine") == "0"}
-
-
-def metric(url: str, name: str) -> float:
-    found = metrics(url)
-    assert name in found, f"{name} is not among: {sorted(key for key in found if key.startswith('nitro'))}"
-    return found[name]
-
-
-def prompt(seed: int, length: int = 120) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i) % 500 for i in range(length)]
+    with serving(tiny("llama-gqa"), SETTINGS, log, "--skip-tokenizer-init") as url:
+        yield url, log
 
 
 def test_the_log_and_the_metrics_prove_that_nitro_is_active(server: tuple[str, Path]) -> None:
@@ -125,10 +69,13 @@ def test_many_clients_at_once(server: tuple[str, Path]) -> None:
     assert metric(url, "nitro:blocks_freed_total") > 0
 
 
-FRAGMENTATION = ("allocated_slots", "live_slots", "fragmentation_ratio", "request_fragmentation_ratio_max")
+HELD = (
+    *("allocated_slots", "physical_tokens", "fragmentation_ratio", "request_fragmentation_ratio_max"),
+    *("logical_tokens", "retention_ratio", "active_requests", "evicted_requests"),
+)
 
 
-def test_fragmentation_of_the_running_engine(server: tuple[str, Path]) -> None:
+def test_what_running_requests_hold(server: tuple[str, Path]) -> None:
     url, _ = server
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
 
@@ -145,25 +92,44 @@ def test_fragmentation_of_the_running_engine(server: tuple[str, Path]) -> None:
             asked = [pool.submit(ask, 100 * waves + number) for number in range(8)]
             while not all(answer.done() for answer in asked):
                 found = metrics(url)
-                seen.append(tuple(found[f"nitro:{name}"] for name in FRAGMENTATION))
+                seen.append(tuple(found[f"nitro:{name}"] for name in HELD))
                 time.sleep(0.05)
             assert [answer.result() for answer in asked]
     busy = [use for use in seen if use[0]]
     assert len(set(busy)) >= 3, "it is counted about once a second while they run"
-    for allocated, live, ratio, worst in busy:
+    for allocated, live, ratio, worst, logical, retention, active, evicted in busy:
+        assert live <= logical <= 8 * 512
+        assert retention == live / logical
+        assert 0 <= evicted <= active <= 8
+        assert (retention < 1) == (evicted > 0)
         assert allocated % 32 == 0
         assert 0 < live <= allocated <= 59 * 32
         assert ratio == allocated / live
         assert math.isnan(worst) or 1 <= worst <= 1 + 32 / BUDGET
-    assert any(not math.isnan(worst) for *_, worst in busy)
+    assert any(not math.isnan(use[3]) for use in busy)
     for _ in range(20):  # the last report may come after the last answer
         if metric(url, "nitro:allocated_slots") == 0:
             break
         time.sleep(0.2)
     found = metrics(url)
-    assert (found["nitro:allocated_slots"], found["nitro:live_slots"]) == (0, 0)
-    assert math.isnan(found["nitro:fragmentation_ratio"])
-    assert math.isnan(found["nitro:request_fragmentation_ratio_max"])
+    for name in ("allocated_slots", "physical_tokens", "logical_tokens", "active_requests", "evicted_requests"):
+        assert found[f"nitro:{name}"] == 0
+    for name in ("fragmentation_ratio", "request_fragmentation_ratio_max", "retention_ratio"):
+        assert math.isnan(found[f"nitro:{name}"])
+
+
+def test_what_nitro_takes_crosses_two_processes(server: tuple[str, Path]) -> None:
+    url, _ = server
+    assert ask_with(url, "{}", 40).status_code == 200
+    time.sleep(0.5)  # the last report may come after the last answer
+    found = metrics(url)
+    steps = found["vllm:iteration_tokens_total_count"]
+    assert steps <= found["nitro:plan_seconds_count"] <= steps + 50, "one for each step, empty ones too"
+    assert 0 < found["nitro:plan_seconds_sum"] < 0.05 * found["nitro:plan_seconds_count"]
+    # Several requests may be evicted in one step.
+    assert 0 < found["nitro:worker_seconds_count"] <= found["nitro:evictions_total"]
+    assert 0 < found["nitro:worker_seconds_sum"] < found["nitro:worker_seconds_count"]
+    assert found["nitro:device_seconds_count"] == 0, "there is no GPU"
 
 
 def test_streaming_and_an_abort_in_the_middle(server: tuple[str, Path]) -> None:
@@ -231,7 +197,7 @@ def test_a_wrong_request_is_refused_and_others_do_not_notice(
     server: tuple[str, Path], own: object, says: str, stream: bool
 ) -> None:
     url, log = server
-    start = log.stat().st_size
+    start, before = log.stat().st_size, metric(url, "nitro:requests_refused_total")
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(ask_with, url, "{}", seed) for seed in range(3)]
         refused = pool.submit(ask_with, url, own, stream=stream).result()
@@ -241,6 +207,7 @@ def test_a_wrong_request_is_refused_and_others_do_not_notice(
     assert error["param"] == "nitro"
     assert says in error["message"]
     assert [other.result().status_code for other in others] == [200] * 3
+    assert metric(url, "nitro:requests_refused_total") == before + 1
     assert "Traceback" not in log.read_text()[start:]
 
 

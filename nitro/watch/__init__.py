@@ -1,0 +1,1 @@
+"""``nitro stats``: a served engine's figures in the terminal, from its ``/metrics``."""
