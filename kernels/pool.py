@@ -201,6 +201,47 @@ def nearest_ref(keys: Tensor, values: Tensor, kept: Tensor, *, protect: int = 0,
     return torch.where(found, slot, -1).to(torch.int32)
 
 
+def merge_dense_ref(
+    keys: Tensor,
+    values: Tensor,
+    masses: Tensor,
+    index: Tensor,
+    *,
+    protect: int = 0,
+    least: float = 0.9,
+    own: float = 1.0,
+    most: int = MOST,
+) -> tuple[Tensor, Tensor]:
+    """Merge as ``merge_ragged`` does, on K and V of one request that are gathered, and pack what survives.
+
+    Args:
+        keys: ``[L, H, N, D]``, any floating dtype, as cached.
+        values: ``[L, H, N, D]``.
+        masses: int32 ``[L, H, N]``, at least 1.
+        index: int64 ``[L, H, S]``, slots that stay, ascending.
+        protect: first slots, which take nothing.
+        least: see ``merge_ragged``, like what follows.
+        own: as above.
+        most: as above.
+
+    Returns:
+        values ``[L, H, S, D]`` in their dtype, masses int32 ``[L, H, S]``.
+    """
+    kept = torch.zeros(masses.shape, dtype=torch.bool, device=keys.device).scatter_(-1, index, True)
+    targets = nearest_ref(keys.float(), values.float(), kept, protect=protect, least=least).long()
+    weight = masses.masked_fill(targets < 0, 0)
+    added = torch.zeros_like(masses).scatter_add_(-1, targets.clamp_min(0), weight)
+    wide = targets.clamp_min(0).unsqueeze(-1).expand(values.shape)
+    weighted = values.float().masked_fill((targets < 0).unsqueeze(-1), 0.0) * weight.unsqueeze(-1)
+    sums = torch.zeros_like(weighted).scatter_add_(2, wide, weighted)
+    own_weight = own + (masses - 1).float()
+    mean = (own_weight.unsqueeze(-1) * values.float() + sums) / (own_weight + added).unsqueeze(-1)
+    takes = (added > 0) & ~norms_ref(values.float()).isnan()
+    merged = torch.where(takes.unsqueeze(-1), mean.to(values.dtype), values)
+    grown = torch.where(takes, (masses + added).clamp_max(most), masses)
+    return merged.gather(2, index.unsqueeze(-1).expand(*index.shape, values.shape[-1])), grown.gather(-1, index)
+
+
 def fold_ref(
     layers: PagedLayers,
     batch: RaggedBatch,

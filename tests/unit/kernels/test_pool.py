@@ -139,6 +139,39 @@ def test_two_events_are_as_one(merge: cases.Merge) -> None:
     torch.testing.assert_close(results[0][0], want, rtol=1e-5, atol=1e-6)
 
 
+@settings(max_examples=20)
+@given(cases.cases(longest=50, most=1), cases.any_options)
+def test_gathered_rows_give_the_same(case: cases.Case, options: cases.Options) -> None:
+    """Of one request whose heads all keep as many."""
+    x = case.paged
+    if not x.batch.total or int(x.batch.keep.min()) != int(x.batch.keep.max()):
+        return
+    options = replace(options, packed=False)
+    targets, got = cases.run(case, pool.merge_ragged_ref, options)
+    length, keep, table = x.batch.total, int(x.batch.keep[0, 0, 0]), x.batch.block_tables[0]
+    index = (x.mask != 0).to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+    dense = []
+    for this in (case, got):
+        layers = this.paged.layers()
+        rows = torch.stack([layers.rows(layer, table, length) for layer in range(layers.num_layers)])
+        slots = torch.arange(length)
+        masses = this.masses[:, table[slots // x.shape.block_size].long(), :, slots % x.shape.block_size]
+        dense.append((*rows.split(x.shape.head_dim, -1), masses.permute(1, 2, 0)))
+    keys, values, masses = dense[0]
+    merged, grown = pool.merge_dense_ref(
+        keys,
+        values,
+        masses,
+        index,
+        protect=case.protect[0],
+        least=options.least,
+        own=options.own,
+        most=options.most,
+    )
+    torch.testing.assert_close(merged, compact.pack_ref(dense[1][1], index), equal_nan=True)
+    assert torch.equal(grown, dense[1][2].gather(-1, index))
+
+
 @interpreted
 def test_a_request_gets_the_same_bits_in_every_batch() -> None:
     shape = paged.Shape(num_layers=2, num_heads=2, dtype=torch.bfloat16)
