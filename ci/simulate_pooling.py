@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -81,27 +82,51 @@ VARIANTS: dict[str, Pool] = {
     "fit-0.1-mean-0.9": fit(ridge=0.1, start=merge(least=0.9)),
 }
 """What follows a dash is the least cosine, or the ridge and the taps."""
+ROUNDS: dict[str, dict[str, float] | None] = {
+    "rounds-none": None,
+    "rounds-mean": {"own": 1.0, "least": -1.0},
+    "rounds-mean-0.8": {"own": 1.0, "least": 0.8},
+    "rounds-own-8-0.8": {"own": 8.0, "least": 0.8},
+    "rounds-own-8-0.8-most-16": {"own": 8.0, "least": 0.8, "most": 16},
+}
+"""The same survivors' number, but evicted every 32 tokens, as while serving: what was pooled is pooled again."""
 
 
-def kept_by(policy: str, x: variants.Context, keep: int) -> Tensor:
-    """Return the tokens that stay, int64 ``[L, H, keep]``."""
-    layers, heads, length = x.keys.shape[:3]
-    scores = policies.get(policy).score(
+def score_by(
+    policy: str, x: variants.Context, keys: Tensor, values: Tensor, positions: Tensor, logical_len: int
+) -> Tensor:
+    """Return a policy's scores ``[L, H, N]`` of some of a context's tokens."""
+    layers, heads = keys.shape[:2]
+    return policies.get(policy).score(
         ScoreInput(
-            keys=x.keys,
-            values=x.values,
-            positions=torch.arange(length, dtype=torch.int32).expand(layers, heads, length),
+            keys=keys,
+            values=values,
+            positions=positions,
             layers=torch.arange(layers),
             heads=torch.arange(heads),
             request_key=0,
-            logical_len=length,
+            logical_len=logical_len,
             sinks=SINKS,
             window=WINDOW,
             seed=0,
             rotations=(x.rotation,) * layers,
         )
     )
-    return select_topk_ref(scores, keep, SINKS, WINDOW)
+
+
+def pooled_by(policy: str, x: variants.Context, keep: int, names: list[str]) -> list[tuple[variants.Survivors, float]]:
+    """Return what each variant leaves of a context, and how far its values are spread."""
+    length, score = x.keys.shape[2], partial(score_by, policy, x)
+    every = torch.arange(length, dtype=torch.int32).expand(x.keys.shape[:3])
+    kept = select_topk_ref(score(x.keys, x.values, every, length), keep, SINKS, WINDOW)
+    found = []
+    for name in names:
+        if name in ROUNDS:
+            pooled, stays = variants.in_rounds(x, score, keep, window=WINDOW, merging=ROUNDS[name])
+        else:
+            pooled, stays = VARIANTS[name](x, kept), kept
+        found.append((pooled, variants.spread(pooled.values, variants.rows(x.values, stays))))
+    return found
 
 
 def simulate(reader: Reader, task: str, length: int, case: Case, wanted: list[tuple[str, float, str]]) -> Iterator[Any]:
@@ -116,17 +141,17 @@ def simulate(reader: Reader, task: str, length: int, case: Case, wanted: list[tu
     for policy, budget, variant in wanted:
         groups[policy, budget].append(variant)
     for (policy, budget), names in groups.items():
-        kept = kept_by(policy, context, round(budget * len(case.context)))
-        pooled = stacked([VARIANTS[name](context, kept) for name in names])
+        found = pooled_by(policy, context, round(budget * len(case.context)), names)
+        pooled = stacked([one for one, _ in found])
         answers = reader.read(case, last, pooled)
         errors = reader.output_errors(passed, whole, pooled)
-        for name, found, error in zip(names, answers, errors.tolist(), strict=True):
-            rounded = [round(one, 5) for one in error]
-            yield line | {"policy": policy, "budget": budget, "variant": name, **found._asdict(), "errors": rounded}
+        for name, (_, spread), answered, error in zip(names, found, answers, errors.tolist(), strict=True):
+            figures = {**answered._asdict(), "spread": spread, "errors": [round(one, 5) for one in error]}
+            yield line | {"policy": policy, "budget": budget, "variant": name, **figures}
 
 
 def report(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield tables: each variant against no pooling, on the same survivors of the same cases."""
+    """Yield tables: each variant against no pooling (otherwise the first), on the same cases."""
     full = {one["case"]: one for one in lines if one["policy"] == "full"}
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for one in lines:
@@ -134,15 +159,15 @@ def report(lines: list[dict[str, Any]]) -> Iterator[str]:
             key = one["task"], one["length"], one["policy"], one["budget"]
             cells[key][one["variant"]][one["case"]] = one
     for (task, length, policy, budget), by in cells.items():
-        base = by["none"]
+        base = by["none" if "none" in by else next(iter(by))]
         of = [full[case] for case in base]
         exact_full = sum(one["exact"] for one in of) / len(of)
         yield (
             f"\n**{task}, {length:,} tokens, {policy} at {budget:.1%}: {len(base)} cases.** Full cache: exact "
             f"{exact_full:.2f}, NLL {mean([one['nll'] for one in of]).value:.3f}\n"
         )
-        yield "| pooling | exact [95 %] | NLL | NLL over none [95 %] | output error | over none, median layer |"
-        yield "|---|---|---|---|---|---|"
+        yield "| pooling | exact [95 %] | NLL | over none [95 %] | output error | over none, median layer | spread |"
+        yield "|---|---|---|---|---|---|---|"
         for name, found in by.items():
             rows = list(found.values())
             share = wilson(sum(one["exact"] for one in rows), len(rows))
@@ -152,7 +177,8 @@ def report(lines: list[dict[str, Any]]) -> Iterator[str]:
             yield (
                 f"| {name} | {share.value:.2f} [{share.low:.2f}, {share.high:.2f}] "
                 f"| {mean([one['nll'] for one in rows]).value:.3f} "
-                f"| {over.value:+.3f} [{over.low:+.3f}, {over.high:+.3f}] | {error.mean():.3f} | {ratio:.2f} |"
+                f"| {over.value:+.3f} [{over.low:+.3f}, {over.high:+.3f}] | {error.mean():.3f} | {ratio:.2f} "
+                f"| {sum(one.get('spread', math.nan) for one in rows) / len(rows):.2f} |"
             )
 
 
@@ -178,9 +204,9 @@ def main() -> None:
     if arguments.report:
         print(*report(found), sep="\n")
         return
-    unknown = set(arguments.variants) - set(VARIANTS)
+    unknown = set(arguments.variants) - set(VARIANTS) - set(ROUNDS)
     if unknown:
-        parser.error(f"--variants: {', '.join(sorted(unknown))} are not among {', '.join(VARIANTS)}")
+        parser.error(f"--variants: {', '.join(sorted(unknown))} are not among {', '.join([*VARIANTS, *ROUNDS])}")
     settings = EvalSettings(
         tasks=tuple(arguments.tasks),
         lengths=tuple(arguments.lengths),

@@ -116,7 +116,13 @@ def variants() -> list[Variant]:
             Variant(f"list_pack-{tile}", list_pack_kernel, array, {"BLOCK": tile}, num_warps),
             Variant(f"list_fill-{tile}", list_fill_kernel, array | {"keep": "*i32"}, {"BLOCK": tile}, num_warps),
         ]
-    pointers = {"base": "*i64", "positions": "*i32", "masses": "*i32", "block_tables": "*i32", "dst_tables": "*i32"} | array
+    pointers = {
+        "base": "*i64",
+        "positions": "*i32",
+        "masses": "*i32",
+        "block_tables": "*i32",
+        "dst_tables": "*i32",
+    } | array
     del pointers["mask"]
     for head_dim, itemsize, block_size, aligned, fills, masses in (
         (32, 1, 16, True, (True,), False),

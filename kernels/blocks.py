@@ -23,7 +23,7 @@ def copy_blocks(layers: PagedLayers, positions: Tensor, pairs: Tensor, *, masses
         positions: int32 ``[L, num_blocks, H, block_size]``, read and written.
         pairs: int32 ``[2, P]``, contiguous, on the caches' device: sources, then destinations. No block is a
             destination twice, or a destination and a source.
-        masses: int32 like ``positions``, how many tokens each slot stands for, where pooling keeps that; read and written.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; also copied.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
@@ -69,7 +69,7 @@ def stamp_positions(
     *,
     masses: Tensor | None = None,
 ) -> None:
-    """Store the logical position ``slot + shift``, and a mass of 1, in each request's slots ``[first, length)``; one launch.
+    """Store position ``slot + shift``, and a mass of 1, in each request's slots ``[first, length)``; one launch.
 
     Slots that were written since a request's last eviction hold consecutive tokens, so that nothing has to be stored
     when a token is written. Blocks may be shared by requests that agree about the tokens in them.
@@ -80,7 +80,7 @@ def stamp_positions(
         positions: int32 ``[L, num_blocks, H, block_size]``, written.
         first: int32 ``[R]``, at least 0: slots held right after the last eviction, or 0.
         shift: int32 ``[R]``: tokens evicted so far.
-        masses: int32 like ``positions``, how many tokens each slot stands for, where pooling keeps that; written.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; written.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
@@ -174,9 +174,10 @@ def variants() -> list[Variant]:
         (256, 4, 16, False, False),
     ):
         constexprs = ({"stride_dim": 1} if aligned else {}) | ({} if masses else {"masses": None})
+        kind = f"{'' if aligned else '-unaligned'}{'-masses' if masses else ''}"
         found.append(
             Variant(
-                f"copy-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}{'-masses' if masses else ''}",
+                f"copy-{head_dim}x{itemsize}-{block_size}{kind}",
                 copy_kernel,
                 {**where, "base": "*i64", "pairs": "*i32"},
                 constexprs | _copy_constexprs(head_dim, itemsize, block_size, aligned=aligned),

@@ -74,7 +74,7 @@ def pack_ragged(
         batch: the requests.
         mask: uint8 ``[L, H, total]``, contiguous along the slots; nonzero stays.
         positions: int32 ``[L, num_blocks, H, block_size]``, the logical position in each slot, read and written.
-        masses: int32 like ``positions``, how many tokens each slot stands for, where pooling keeps that; moves along.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; moves along.
         scratch: int32 ``[L, H, total]``, contiguous, overwritten; saves an allocation. Scores, once they have been
             selected from, will do: ``scores.view(torch.int32)``.
 
@@ -129,7 +129,7 @@ def fill_ragged(
             of higher slots are left alone.
         mask: uint8 ``[L, H, total]``, contiguous along the slots; nonzero stays.
         positions: int32 ``[L, num_blocks, H, block_size]``, the logical position in each slot, read and written.
-        masses: int32 like ``positions``, how many tokens each slot stands for, where pooling keeps that; moves along.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; moves along.
         scratch: int32 ``[L, H, total]``, as for ``pack_ragged``.
 
     Raises:
@@ -215,9 +215,7 @@ def _move_ref(
             numbers[layer][write] = numbers[layer][read]
 
 
-def _check(
-    layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, masses: Tensor | None
-) -> None:
+def _check(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, masses: Tensor | None) -> None:
     check_tables(layers, batch)
     check_ragged("mask", mask, torch.uint8, batch)
     if mask.shape[:2] != (layers.num_layers, layers.num_kv_heads):

@@ -1,6 +1,6 @@
 """Pooling: what an eviction takes away is folded into what stays, before its slots are reused.
 
-``merge_ragged`` folds the value of each evicted token into the survivor with the most similar key. Keys stay. A mass per
+``merge_ragged`` folds the value of each evicted token into the survivor with the nearest key. Keys stay. A mass per
 slot, int32 ``[L, num_blocks, H, block_size]`` beside the logical positions, says how many tokens it stands for, so that
 merging again what was merged before stays weighted. docs/pooling.md says what this does to answers.
 """

@@ -135,7 +135,7 @@ def move_kernel(
     FILL: tl.constexpr,  # moves list destinations, too; otherwise the destination is a move's rank
     AHEAD: tl.constexpr,  # look up the next group's places, three loads that wait for each other, while this one moves
 ):
-    """One program makes every ``splits``-th group of a row's moves: K, V, logical position, and mass if there is one."""
+    """One program makes every ``splits``-th group of a row's moves: K, V, position, and mass if there is one."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     request, layer, head, length, first = _row(lengths, offsets, total, L, H, row)
     count = tl.load(num_moves + row)

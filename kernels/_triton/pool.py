@@ -1,4 +1,4 @@
-"""Merging in three steps: slots are listed, each evicted token finds its survivor, each survivor gathers its own tokens.
+"""Merging in three steps: slots are listed, evicted tokens find their survivors, survivors gather their own tokens.
 
 Nothing is added up by atomics: who adds what in which order depends on the row alone, so a request gets the same bits
 in every batch. A row's list stands in the columns of its request in an int32 ``[L, H, total]``: survivors from its
@@ -11,6 +11,7 @@ import triton.language as tl
 from .score_tile import finite, head_pointer, load_rows, ragged_row, row_of, slot_offset, values_of
 
 _MIN_NORM = tl.constexpr(1e-12)  # a shorter key has no direction worth the name
+_BF16 = tl.constexpr(tl.bfloat16)
 
 
 @triton.jit
@@ -150,13 +151,15 @@ def _channels(pointer, offset, live, channel, stride_dim, D: tl.constexpr, CHANN
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
     """Return float32 numbers as elements of the cache, rounded to the nearest."""
-    if DTYPE == tl.bfloat16 and not COMPILED:  # the interpreter cuts bits off
+    if DTYPE == _BF16 and not COMPILED:  # the interpreter cuts bits off
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["own", "most", "total", "max_blocks", "max_dst_blocks", "num_blocks", "splits", "L", "H"])
+@triton.jit(
+    do_not_specialize=["own", "most", "total", "max_blocks", "max_dst_blocks", "num_blocks", "splits", "L", "H"]
+)
 def fold_kernel(
     base,
     tables,

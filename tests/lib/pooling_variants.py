@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nitro.kernels.pool import merge_dense_ref
+from nitro.kernels.select import select_topk_ref
 from nitro.policies.rotary import Rotation
 
 _MIN_NORM = 1e-12
@@ -173,6 +175,53 @@ def merge(
     elif mass == "bias":
         bias = mass_of.log()
     return Survivors(keys, values, bias)
+
+
+Score = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""From keys and values ``[L, H, N, D]``, positions int32 ``[L, H, N]`` and the tokens so far to scores."""
+
+
+def in_rounds(
+    x: Context, score: Score, keep: int, *, window: int, slack: int = 32, merging: dict[str, float] | None = None
+) -> tuple[Survivors, Tensor]:
+    """Evict whenever a request has grown by ``slack`` tokens, as serving does, and pool what was pooled before.
+
+    K and V are those of the full cache: what evictions change in later tokens' is left out.
+
+    Args:
+        x: the context.
+        score: the policy.
+        keep: tokens that stay.
+        window: newest tokens that stay.
+        slack: tokens that come between two evictions.
+        merging: options of ``merge_ragged``; None: evicted tokens are dropped.
+
+    Returns:
+        what is left, and which tokens that are, ``[L, H, keep]``.
+    """
+    length = x.keys.shape[2]
+    where = torch.empty(*x.keys.shape[:2], 0, dtype=torch.int64)
+    values, masses, held = x.values[:, :, :0], where.int(), 0
+    for now in [*range(length - (length - keep - 1) // slack * slack, length, slack), length]:
+        new = torch.arange(held, now).expand(*x.keys.shape[:2], -1)
+        where, values = torch.cat([where, new], -1), torch.cat([values, x.values[:, :, held:now]], 2)
+        masses, held = torch.cat([masses, torch.ones_like(new, dtype=torch.int32)], -1), now
+        if where.shape[-1] <= keep:
+            continue
+        keys = rows(x.keys, where)
+        index = select_topk_ref(score(keys, values, where.int(), now), keep, x.sinks, window)
+        if merging is None:
+            values, masses = rows(values, index), masses.gather(-1, index)
+        else:
+            values, masses = merge_dense_ref(keys, values, masses, index, protect=x.sinks, **merging)
+        where = where.gather(-1, index)
+    return Survivors(rows(x.keys, where), values, torch.zeros(where.shape)), where
+
+
+def spread(values: Tensor, plain: Tensor) -> float:
+    """Return how far values ``[L, H, S, D]`` lie from their mean, in units of what they did before pooling."""
+    off, before = (x - x.mean(2, keepdim=True) for x in (values, plain))
+    return float(off.norm() / before.norm())
 
 
 def shift(x: Context, kept: Tensor) -> Survivors:
