@@ -187,9 +187,7 @@ def nearest_ref(keys: Tensor, values: Tensor, kept: Tensor, *, protect: int = 0,
         protect: first slots, which take nothing.
         least: see ``merge_ragged``.
     """
-    norms = norms_ref(keys)
-    bad = norms.isnan()
-    unit = keys.masked_fill(bad.unsqueeze(-1), 0.0) / norms.nan_to_num(1.0).clamp_min(_MIN_NORM).unsqueeze(-1)
+    unit, bad = _units(keys)
     cosines = unit @ unit.transpose(-1, -2)
     takes = kept & ~bad
     takes[..., :protect] = False
@@ -228,18 +226,38 @@ def merge_dense_ref(
         values ``[L, H, S, D]`` in their dtype, masses int32 ``[L, H, S]``.
     """
     kept = torch.zeros(masses.shape, dtype=torch.bool, device=keys.device).scatter_(-1, index, True)
-    targets = nearest_ref(keys.float(), values.float(), kept, protect=protect, least=least).long()
-    weight = masses.masked_fill(targets < 0, 0)
-    added = torch.zeros_like(masses).scatter_add_(-1, targets.clamp_min(0), weight)
-    wide = targets.clamp_min(0).unsqueeze(-1).expand(values.shape)
-    weighted = values.float().masked_fill((targets < 0).unsqueeze(-1), 0.0) * weight.unsqueeze(-1)
-    sums = torch.zeros_like(weighted).scatter_add_(2, wide, weighted)
-    own_weight = own + (masses - 1).float()
-    mean = (own_weight.unsqueeze(-1) * values.float() + sums) / (own_weight + added).unsqueeze(-1)
-    takes = (added > 0) & ~norms_ref(values.float()).isnan()
-    merged = torch.where(takes.unsqueeze(-1), mean.to(values.dtype), values)
-    grown = torch.where(takes, (masses + added).clamp_max(most), masses)
-    return merged.gather(2, index.unsqueeze(-1).expand(*index.shape, values.shape[-1])), grown.gather(-1, index)
+    gone = (~kept).nonzero()[:, -1].view(*index.shape[:-1], -1)
+    merged, grown = _rows(values, index), masses.gather(-1, index)
+    if not gone.numel() or not index.numel():
+        return merged, grown
+    units, bad = _units(keys.float())
+    cosines = _rows(units, gone) @ _rows(units, index).transpose(-1, -2)
+    cosines.masked_fill_((bad.gather(-1, index) | (index < protect)).unsqueeze(-2), -math.inf)
+    top, target = cosines.max(dim=-1)
+    lost = _rows(values, gone).float()
+    taken = ~bad.gather(-1, gone) & ~norms_ref(lost).isnan() & (top >= least) & (top > -math.inf)
+    weight = masses.gather(-1, gone).masked_fill(~taken, 0)
+    added = torch.zeros_like(grown).scatter_add_(-1, target, weight)
+    weighted = lost.masked_fill(~taken.unsqueeze(-1), 0.0) * weight.unsqueeze(-1)
+    own_value, own_weight = merged.float(), own + (grown - 1).float()
+    sums = torch.zeros_like(own_value).scatter_add_(2, target.unsqueeze(-1).expand(weighted.shape), weighted)
+    mean = (own_weight.unsqueeze(-1) * own_value + sums) / (own_weight + added).unsqueeze(-1)
+    takes = (added > 0) & ~norms_ref(own_value).isnan()
+    merged = torch.where(takes.unsqueeze(-1), mean.to(values.dtype), merged)
+    return merged, torch.where(takes, (grown + added).clamp_max(most), grown)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Gather ``[..., N, D]`` by ``[..., M]``."""
+    return x.gather(-2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+
+
+def _units(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 keys ``[..., N, D]`` with length 1, and which are not finite: those are zeros."""
+    norms = norms_ref(keys)
+    bad = norms.isnan()
+    unit = keys.masked_fill(bad.unsqueeze(-1), 0.0) / norms.nan_to_num(1.0).clamp_min(_MIN_NORM).unsqueeze(-1)
+    return unit, bad
 
 
 def fold_ref(
