@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nitro.eval.case import Case
 from nitro.kernels.pool import merge_dense_ref
+from nitro.kernels.select import select_topk_ref
 from nitro.policies.rotary import Rotation
 
 TAPS, SINKS = 6, 2
@@ -86,6 +87,29 @@ def test_fit_never_increases_the_error_on_its_queries(keep: int, ridge: float, a
     assert (error(after) <= error(before) * (1 + 1e-4) + 1e-4).all()
     if ridge < 0.01 and keep > 20 and not alike:
         assert (error(after) < 0.5 * error(before) + 1e-4).all()
+
+
+def newest(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, logical_len: int) -> torch.Tensor:
+    """A policy that keeps what is new."""
+    return positions.float()
+
+
+def test_one_round_is_one_eviction_and_many_keep_what_the_policy_says() -> None:
+    x = context()
+    options = {"least": 0.0, "own": 2.0}
+    once, stays = variants.in_rounds(x, newest, 12, window=3, slack=28, merging=options)
+    every = torch.arange(40).expand(x.keys.shape[:3])
+    kept = select_topk_ref(every.float(), 12, SINKS, 3)
+    assert torch.equal(stays, kept)
+    ones = torch.ones(x.keys.shape[:3], dtype=torch.int32)
+    want, _ = merge_dense_ref(x.keys, x.values, ones, kept, protect=SINKS, least=0.0, own=2.0)
+    torch.testing.assert_close(once.values, want)
+    plain, stays = variants.in_rounds(x, newest, 12, window=3, slack=5)
+    assert torch.equal(stays, kept)
+    assert torch.equal(plain.values, variants.rows(x.values, kept))
+    assert variants.spread(plain.values, variants.rows(x.values, kept)) == 1.0
+    often, _ = variants.in_rounds(x, newest, 12, window=3, slack=5, merging={"least": -1.0, "own": 1.0})
+    assert variants.spread(often.values, plain.values) < 0.9
 
 
 def test_nothing_evicted_changes_no_bit() -> None:

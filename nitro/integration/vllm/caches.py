@@ -94,7 +94,7 @@ def _compactor(
         rotations: how RoPE rotated the layers' keys.
 
     Raises:
-        UnsupportedError: the caches are FP8, and there are no kernels for them, or pooling cannot be served on them.
+        UnsupportedError: the caches are FP8, and there are no kernels for them.
     """
     policy = policies.get(settings.policy, **settings.policy_options)
     bounds: dict[str, Any] = {"sinks": settings.sinks, "window": settings.window, "seed": settings.seed}
@@ -102,11 +102,6 @@ def _compactor(
     head_dim = caches[0].shape[3] // 2
     known = all(side_by_side(*place, head_dim) for place in places) and can_score(caches[0].dtype, head_dim)
     on_gpu = caches[0].device.type == "cuda"
-    if on_gpu and settings.pooling != "none":
-        raise UnsupportedError(
-            f"pooling={settings.pooling!r} is not served on GPUs yet: there it would have to write to blocks that the "
-            'prefix cache may share; set pooling to "none"'
-        )
     if on_gpu and known:
         paged = PagedLayers.of(caches, scales)
         counts = settings.threshold is not None

@@ -158,24 +158,6 @@ def test_bytes_of_unknown_meaning_are_refused() -> None:
         as_numbers(layer, fp8_cache(True))
 
 
-def test_pooling_on_gpus_is_refused() -> None:
-    kv = SimpleNamespace(shape=(4, 2, 16, 64), dtype=torch.bfloat16, device=torch.device("cuda"))
-    offsets = torch.arange(16 * 64).view(16, 2, 32)
-    place = offsets[:, 0].flatten(), offsets[:, 1].flatten()
-    with pytest.raises(UnsupportedError, match="pooling='merge' is not served on GPUs yet"):
-        _compactor(
-            [kv],
-            [place],
-            layers=[0],
-            heads=[0, 1],
-            settings=Settings.parse({"budget": 64, "pooling": "merge"}),
-            longest=100,
-            usual=0,
-            scales=None,
-            rotations=Rotations(),
-        )
-
-
 def test_fp8_without_kernels_is_refused() -> None:
     layer, kv = fp8_layer("fp8", torch.float8_e4m3fn, *FP8_SCALES[0]), torch.zeros(4, 2, 16, 64, dtype=torch.uint8)
     numbers = as_numbers(layer, kv)
