@@ -160,8 +160,8 @@ def pooling_reasons(config: VllmConfig, pooling: str) -> Iterator[str]:
     device = str(config.device_config.device_type)
     if pooling != "none" and device != "cpu":
         yield (
-            f"pooling={pooling!r} on device {device!r}: there it would have to write to blocks that the prefix cache may "
-            'share, which is not solved yet; set pooling to "none"'
+            f"pooling={pooling!r} on device {device!r}: it would have to write to blocks that requests may share, "
+            'which is not solved yet; set pooling to "none"'
         )
 
 
