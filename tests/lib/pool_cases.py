@@ -105,10 +105,17 @@ def make_case(
         cache.copy_(torch.from_numpy(rows))
     made.batch.protect.fill_(protect)
     case = Case(made, masses, [protect] * len(requests))
+    for _, layer, head, first, length in case.slots():
+        row = made.mask[layer, head, first : first + length]
+        for slot in range(min(protect, int((row != 0).sum()))):  # sinks stay, in place of another one
+            if row[slot] == 0:
+                row[row.nonzero().max()] = 0
+                row[slot] = 1
     if device == "cpu":
         return case
     moved = paged.make_case(shape, requests, seed=seed, device=device)  # the same, there
     moved.memory.copy_(made.memory)
+    moved.mask.copy_(made.mask)
     moved.batch.protect.fill_(protect)
     return Case(moved, masses.to(device), case.protect)
 
