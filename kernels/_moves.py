@@ -66,11 +66,11 @@ def move(
     layers: PagedLayers,
     batch: RaggedBatch,
     positions: Tensor,
-    masses: Tensor | None,
     moves: Tensor,
     num_moves: Tensor,
     *,
     fill: bool,
+    masses: Tensor | None = None,
 ) -> None:
     """Launch the moves that a ``list_*`` kernel has put in ``moves`` and ``num_moves``."""
     from nitro.kernels._triton.compact import move_kernel

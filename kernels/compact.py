@@ -105,7 +105,7 @@ def pack_ragged(
             BLOCK=tile,
             num_warps=num_warps,
         )
-        move(layers, batch, positions, masses, moves, num_moves, fill=False)
+        move(layers, batch, positions, moves, num_moves, fill=False, masses=masses)
 
 
 def fill_ragged(
@@ -158,7 +158,7 @@ def fill_ragged(
             BLOCK=tile,
             num_warps=num_warps,
         )
-        move(layers, batch, positions, masses, moves, num_moves, fill=True)
+        move(layers, batch, positions, moves, num_moves, fill=True, masses=masses)
 
 
 def pack_ragged_ref(
