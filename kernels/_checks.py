@@ -91,7 +91,9 @@ def check_row_lengths(layers: PagedLayers, batch: RaggedBatch, *, destinations: 
         )
 
 
-def check_positions(layers: PagedLayers, positions: Tensor) -> None:
-    """Raise unless ``positions`` is a contiguous int32 ``[L, num_blocks, H, block_size]`` beside the caches."""
+def check_positions(layers: PagedLayers, positions: Tensor, masses: Tensor | None = None) -> None:
+    """Raise unless these, if given, are contiguous int32 ``[L, num_blocks, H, block_size]`` beside the caches."""
     shape = (layers.num_layers, layers.num_blocks, layers.num_kv_heads, layers.block_size)
     check_array("positions", positions, torch.int32, shape, layers.device)
+    if masses is not None:
+        check_array("masses", masses, torch.int32, shape, layers.device)

@@ -63,7 +63,14 @@ def move_shape(
 
 
 def move(
-    layers: PagedLayers, batch: RaggedBatch, positions: Tensor, moves: Tensor, num_moves: Tensor, *, fill: bool
+    layers: PagedLayers,
+    batch: RaggedBatch,
+    positions: Tensor,
+    moves: Tensor,
+    num_moves: Tensor,
+    *,
+    fill: bool,
+    masses: Tensor | None = None,
 ) -> None:
     """Launch the moves that a ``list_*`` kernel has put in ``moves`` and ``num_moves``."""
     from nitro.kernels._triton.compact import move_kernel
@@ -78,6 +85,7 @@ def move(
     move_kernel[(num_moves.numel() * max(splits, 1),)](
         layers.base,
         positions,
+        masses,
         moves,
         num_moves,
         batch.lengths,
@@ -108,30 +116,38 @@ def variants() -> list[Variant]:
             Variant(f"list_pack-{tile}", list_pack_kernel, array, {"BLOCK": tile}, num_warps),
             Variant(f"list_fill-{tile}", list_fill_kernel, array | {"keep": "*i32"}, {"BLOCK": tile}, num_warps),
         ]
-    pointers = {"base": "*i64", "positions": "*i32", "block_tables": "*i32", "dst_tables": "*i32"} | array
+    pointers = {
+        "base": "*i64",
+        "positions": "*i32",
+        "masses": "*i32",
+        "block_tables": "*i32",
+        "dst_tables": "*i32",
+    } | array
     del pointers["mask"]
-    for head_dim, itemsize, block_size, aligned, fills in (
-        (32, 1, 16, True, (True,)),
-        (64, 2, 16, True, (True,)),
-        (80, 2, 32, True, (True,)),
-        (96, 2, 8, True, (True,)),
-        (128, 2, 16, True, (True, False)),
-        (128, 1, 16, True, (True, False)),
-        (128, 2, 128, False, (True,)),
-        (256, 2, 16, True, (True,)),
-        (256, 4, 64, True, (True, False)),
-        (256, 4, 16, False, (True, False)),
+    for head_dim, itemsize, block_size, aligned, fills, masses in (
+        (32, 1, 16, True, (True,), False),
+        (64, 2, 16, True, (True,), False),
+        (80, 2, 32, True, (True,), False),
+        (96, 2, 8, True, (True,), False),
+        (128, 2, 16, True, (True, False), False),
+        (128, 2, 16, True, (True, False), True),
+        (128, 1, 16, True, (True, False), False),
+        (128, 2, 128, False, (True,), False),
+        (256, 2, 16, True, (True,), False),
+        (256, 4, 64, True, (True, False), False),
+        (256, 4, 16, False, (True, False), True),
     ):
         # Long rows have the same loads and stores, only more of them.
         for fill, most in itertools.product(fills, (1, 2**17) if aligned and head_dim in (64, 128) else (1,)):
             constexprs, num_warps = move_shape(2 * head_dim, itemsize, block_size, most, aligned=aligned, fill=fill)
             name = f"{'fill' if fill else 'pack'}-{head_dim}x{itemsize}-{block_size}{'' if aligned else '-unaligned'}"
+            name += "-masses" if masses else ""
             found.append(
                 Variant(
                     f"{name}{'-long' if constexprs['AHEAD'] else ''}",
                     move_kernel,
                     pointers,
-                    ({"stride_dim": 1} if aligned else {}) | constexprs,
+                    ({"stride_dim": 1} if aligned else {}) | ({} if masses else {"masses": None}) | constexprs,
                     num_warps,
                     divisible=("stride_block", "stride_head", "stride_slot") if aligned else (),
                 )

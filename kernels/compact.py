@@ -54,7 +54,13 @@ def pack_ref(x: Tensor, index: Tensor) -> Tensor:
 
 
 def pack_ragged(
-    layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+    layers: PagedLayers,
+    batch: RaggedBatch,
+    mask: Tensor,
+    positions: Tensor,
+    *,
+    masses: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Copy the surviving slots, in order, to the slots [0, count) of ``batch.dst_tables``.
 
@@ -68,6 +74,7 @@ def pack_ragged(
         batch: the requests.
         mask: uint8 ``[L, H, total]``, contiguous along the slots; nonzero stays.
         positions: int32 ``[L, num_blocks, H, block_size]``, the logical position in each slot, read and written.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; moves along.
         scratch: int32 ``[L, H, total]``, contiguous, overwritten; saves an allocation. Scores, once they have been
             selected from, will do: ``scores.view(torch.int32)``.
 
@@ -77,7 +84,7 @@ def pack_ragged(
     """
     if batch.total and batch.dst_tables.data_ptr() == batch.block_tables.data_ptr():
         raise ValueError("dst_tables is block_tables, but packing in place overwrites survivors: give fresh blocks")
-    _check(layers, batch, mask, positions)
+    _check(layers, batch, mask, positions, masses)
     check_row_lengths(layers, batch, destinations=True)
     check_device(layers.device, "pack_ragged_ref")
     moves, num_moves = scratch_for(mask, batch, scratch)
@@ -98,11 +105,17 @@ def pack_ragged(
             BLOCK=tile,
             num_warps=num_warps,
         )
-        move(layers, batch, positions, moves, num_moves, fill=False)
+        move(layers, batch, positions, moves, num_moves, fill=False, masses=masses)
 
 
 def fill_ragged(
-    layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+    layers: PagedLayers,
+    batch: RaggedBatch,
+    mask: Tensor,
+    positions: Tensor,
+    *,
+    masses: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Move the survivors of each tail into the holes of its head, rank to rank, in place.
 
@@ -116,13 +129,14 @@ def fill_ragged(
             of higher slots are left alone.
         mask: uint8 ``[L, H, total]``, contiguous along the slots; nonzero stays.
         positions: int32 ``[L, num_blocks, H, block_size]``, the logical position in each slot, read and written.
+        masses: int32 like ``positions``, how many tokens each slot stands for, if pooling keeps that; moves along.
         scratch: int32 ``[L, H, total]``, as for ``pack_ragged``.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
         ValueError: shapes, strides or devices do not fit, or Triton cannot run here.
     """
-    _check(layers, batch, mask, positions)
+    _check(layers, batch, mask, positions, masses)
     check_device(layers.device, "fill_ragged_ref")
     moves, num_moves = scratch_for(mask, batch, scratch)
     if num_moves.numel():
@@ -144,22 +158,26 @@ def fill_ragged(
             BLOCK=tile,
             num_warps=num_warps,
         )
-        move(layers, batch, positions, moves, num_moves, fill=True)
+        move(layers, batch, positions, moves, num_moves, fill=True, masses=masses)
 
 
-def pack_ragged_ref(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor) -> None:
+def pack_ragged_ref(
+    layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, *, masses: Tensor | None = None
+) -> None:
     """Move what ``pack_ragged`` moves, one (request, layer, KV head) at a time."""
-    _check(layers, batch, mask, positions)
+    _check(layers, batch, mask, positions, masses)
     for request, layer, head, kept in _rows(batch, mask):
         source = kept.nonzero().flatten()
         target = torch.arange(source.numel(), device=source.device)
         tables = batch.block_tables[request], batch.dst_tables[request]
-        _move_ref(layers, positions, layer, head, tables, source, target)
+        _move_ref(layers, (positions, masses), layer, head, tables, source, target)
 
 
-def fill_ragged_ref(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor) -> None:
+def fill_ragged_ref(
+    layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, *, masses: Tensor | None = None
+) -> None:
     """Move what ``fill_ragged`` moves, one (request, layer, KV head) at a time."""
-    _check(layers, batch, mask, positions)
+    _check(layers, batch, mask, positions, masses)
     keep = batch.keep if batch.keep.ndim == 3 else batch.keep[:, None, None].expand(-1, *mask.shape[:2])
     for request, layer, head, kept in _rows(batch, mask):
         count = int(keep[request, layer, head])
@@ -167,7 +185,7 @@ def fill_ragged_ref(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, posit
         movers = kept[count:].nonzero().flatten() + count
         number = min(holes.numel(), movers.numel())
         tables = batch.block_tables[request], batch.block_tables[request]
-        _move_ref(layers, positions, layer, head, tables, movers[:number], holes[:number])
+        _move_ref(layers, (positions, masses), layer, head, tables, movers[:number], holes[:number])
 
 
 def _rows(batch: RaggedBatch, mask: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -180,7 +198,7 @@ def _rows(batch: RaggedBatch, mask: Tensor) -> Iterator[tuple[int, int, int, Ten
 
 def _move_ref(
     layers: PagedLayers,
-    positions: Tensor,
+    beside: tuple[Tensor, Tensor | None],
     layer: int,
     head: int,
     tables: tuple[Tensor, Tensor],
@@ -192,10 +210,12 @@ def _move_ref(
     write = tables[1][target // size].to(torch.int64), head, target % size
     cache = layers.caches[layer].view(_INTEGERS[layers.dtype.itemsize])
     cache[write] = cache[read]
-    positions[layer][write] = positions[layer][read]
+    for numbers in beside:
+        if numbers is not None:
+            numbers[layer][write] = numbers[layer][read]
 
 
-def _check(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor) -> None:
+def _check(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Tensor, masses: Tensor | None) -> None:
     check_tables(layers, batch)
     check_ragged("mask", mask, torch.uint8, batch)
     if mask.shape[:2] != (layers.num_layers, layers.num_kv_heads):
@@ -203,4 +223,4 @@ def _check(layers: PagedLayers, batch: RaggedBatch, mask: Tensor, positions: Ten
             f"mask is of {mask.shape[0]} layers and {mask.shape[1]} KV heads, must be of the caches' "
             f"{layers.num_layers} and {layers.num_kv_heads}"
         )
-    check_positions(layers, positions)
+    check_positions(layers, positions, masses)

@@ -32,6 +32,7 @@ RULES: dict[str, Rule] = {
     "window": Rule("an integer", "window >= 1", "32"),
     "slack": Rule("an integer", "slack >= 1", "64"),
     "evict_prompt": Rule("a boolean", "true or false", "true"),
+    "pooling": Rule("a string", "none or merge", '"none"'),
     "seed": Rule("an integer", "0 <= seed < 2**63", "0"),
 }
 

@@ -6,7 +6,7 @@ Importing this module imports neither torch nor vLLM: vLLM's front-end parses th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -62,6 +62,11 @@ class Settings(BaseModel):
         True,
         description="Whether the prompt may be evicted, at the end of the prefill and between its chunks. If not, "
         "its tokens always stay and do not count against the budget.",
+    )
+    pooling: Literal["none", "merge"] = Field(
+        "none",
+        description="What becomes of evicted tokens: `none` drops them, `merge` folds their values into the survivors "
+        "with the nearest keys (`docs/pooling.md`; on CPUs only).",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the policies that draw random numbers.")
 

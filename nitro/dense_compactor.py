@@ -10,9 +10,11 @@ from torch import Tensor
 
 from nitro.compactor import NO_ROTATIONS, Before, Compactor
 from nitro.kernels.compact import pack_ref
+from nitro.kernels.pool import merge_dense_ref
 from nitro.kernels.select import select_topk_ref
 from nitro.policies.base import Policy, ScoreInput, checked_score
 from nitro.policies.rotary import Rotations
+from nitro.pooling import Merging
 from nitro.types import Eviction, IntArray, StepPlan
 
 SCRATCH_BYTES = 256 * 2**20
@@ -48,6 +50,7 @@ class DenseCompactor(Compactor):
         window: int,
         seed: int,
         rotations: Rotations = NO_ROTATIONS,
+        merging: Merging | None = None,
         stable_id: Callable[[str], str] = str,
     ) -> None:
         """Take over the caches of one worker.
@@ -61,6 +64,7 @@ class DenseCompactor(Compactor):
             window: as above.
             seed: as above.
             rotations: as above.
+            merging: how evicted tokens are folded into survivors; None: they are dropped.
             stable_id: as above.
         """
         super().__init__(
@@ -72,6 +76,8 @@ class DenseCompactor(Compactor):
         self.heads = torch.tensor(heads, dtype=torch.int64, device=device)
         # int32 [num_layers, num_kv_heads, slots right after the last eviction] of each request that had one
         self._positions: dict[str, Tensor] = {}
+        self._merging = merging
+        self._masses: dict[str, Tensor] = {}  # likewise, if there is pooling: how many tokens each slot stands for
         self.set_policy(policy)
 
     def set_policy(self, policy: Policy) -> None:
@@ -89,6 +95,7 @@ class DenseCompactor(Compactor):
         """Drop a request that finished or was preempted; unknown ones are ignored."""
         super().forget(request_id)
         self._positions.pop(request_id, None)
+        self._masses.pop(request_id, None)
 
     def _input(
         self, keys: Tensor, values: Tensor, positions: Tensor, group: slice, key: int, logical_len: int
@@ -116,13 +123,44 @@ class DenseCompactor(Compactor):
     def _compact_one(self, eviction: Eviction, key: int) -> Tensor:
         target = torch.as_tensor(eviction.dst_blocks, dtype=torch.int64)
         kept = torch.empty(len(self.layers), len(self.heads), eviction.keep, dtype=torch.int32)
+        masses = self._masses_of(eviction) if self._merging is not None else None
+        grown = torch.empty_like(kept)
         for group, x, scores in self._scored(eviction, key):
             index = select_topk_ref(scores, eviction.keep, eviction.protect, self.window)
             kept[group] = x.positions.gather(-1, index)
             for offset, cache in enumerate(self.caches[group]):
                 keys, values = pack_ref(x.keys[offset], index[offset]), pack_ref(x.values[offset], index[offset])
+                if masses is not None:
+                    layer = group.start + offset
+                    values, grown[layer] = self._merged(x, offset, masses[layer], index[offset], eviction.protect)
                 cache.scatter(target, keys, values)
+        if masses is not None:
+            self._masses[eviction.request_id] = grown
         return kept
+
+    def _merged(self, x: ScoreInput, layer: int, masses: Tensor, index: Tensor, protect: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's values and masses of survivors once they have taken what is evicted."""
+        how, device = self._merging, x.keys.device
+        assert how is not None
+        values, grown = merge_dense_ref(
+            x.keys[layer, None],
+            x.values[layer, None],
+            masses[None].to(device),
+            index[None],
+            protect=protect,
+            least=how.least,
+            own=how.own,
+            most=how.most,
+        )
+        return values[0], grown[0]
+
+    def _masses_of(self, eviction: Eviction) -> Tensor:
+        """Return how many tokens each slot stands for, int32 [num_layers, num_kv_heads, physical_len]."""
+        fresh = torch.ones(len(self.layers), len(self.heads), eviction.physical_len, dtype=torch.int32)
+        known = self._masses.get(eviction.request_id)
+        if known is not None:
+            fresh[..., : known.shape[-1]] = known
+        return fresh
 
     def _count(self, slots: StepPlan, before: Before, threshold: float) -> Tensor:
         rows = len(self.layers) * len(self.heads)

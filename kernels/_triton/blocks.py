@@ -8,6 +8,7 @@ import triton.language as tl
 def copy_kernel(
     base,  # int64 [L]
     positions,  # int32 [L, num_blocks, H, BLOCK_SIZE]
+    masses,  # the same, or None
     pairs,  # int32 [2, num_pairs]: sources, then destinations
     num_pairs,
     num_blocks,
@@ -31,7 +32,10 @@ def copy_kernel(
     if ALIGNED:
         cache = tl.multiple_of(cache, 16)
     cache += head.to(tl.int64) * stride_head
-    positions += (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    beside = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    positions += beside
+    if masses is not None:
+        masses += beside
     source = tl.load(pairs + pair).to(tl.int64)
     target = tl.load(pairs + num_pairs + pair).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -45,11 +49,15 @@ def copy_kernel(
         position = tl.load(positions + source * H * BLOCK_SIZE + slot, mask=live)
         tl.store(cache + target * stride_block + offset, words, mask=chosen)
         tl.store(positions + target * H * BLOCK_SIZE + slot, position, mask=live)
+        if masses is not None:
+            mass = tl.load(masses + source * H * BLOCK_SIZE + slot, mask=live)
+            tl.store(masses + target * H * BLOCK_SIZE + slot, mass, mask=live)
 
 
 @triton.jit(do_not_specialize=["table_width", "num_blocks", "splits", "L", "H"])
 def stamp_kernel(
     positions,  # int32 [L, num_blocks, H, BLOCK_SIZE], written
+    masses,  # the same, or None
     block_tables,
     lengths,
     first,  # int32 [R]
@@ -65,7 +73,10 @@ def stamp_kernel(
     """One program stamps every ``splits``-th tile of one (request, layer, KV head)."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     request, layer, head = row // (L * H), row // H % L, row % H
-    positions += (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    beside = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    positions += beside
+    if masses is not None:
+        masses += beside
     block_tables += request.to(tl.int64) * table_width
     length = tl.load(lengths + request)
     moved = tl.load(shift + request)
@@ -73,4 +84,7 @@ def stamp_kernel(
         slot = start + tl.arange(0, TILE)
         live = slot < length
         block = tl.load(block_tables + slot // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        tl.store(positions + block * H * BLOCK_SIZE + slot % BLOCK_SIZE, slot + moved, mask=live)
+        index = block * H * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(positions + index, slot + moved, mask=live)
+        if masses is not None:
+            tl.store(masses + index, 1, mask=live)

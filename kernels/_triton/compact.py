@@ -108,6 +108,7 @@ def _places(moves, block_tables, dst_tables, rank, live, length, BLOCK_SIZE: tl.
 def move_kernel(
     base,  # int64 [L]
     positions,  # int32 [L, num_blocks, H, block_size]
+    masses,  # the same, or None
     moves,
     num_moves,
     lengths,
@@ -134,7 +135,7 @@ def move_kernel(
     FILL: tl.constexpr,  # moves list destinations, too; otherwise the destination is a move's rank
     AHEAD: tl.constexpr,  # look up the next group's places, three loads that wait for each other, while this one moves
 ):
-    """One program makes every ``splits``-th group of a row's moves: K, V and logical position."""
+    """One program makes every ``splits``-th group of a row's moves: K, V, position, and mass if there is one."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     request, layer, head, length, first = _row(lengths, offsets, total, L, H, row)
     count = tl.load(num_moves + row)
@@ -142,7 +143,10 @@ def move_kernel(
     if ALIGNED:
         cache = tl.multiple_of(cache, 16)
     cache += head.to(tl.int64) * stride_head
-    positions += (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    beside = (layer.to(tl.int64) * num_blocks * H + head) * BLOCK_SIZE
+    positions += beside
+    if masses is not None:
+        masses += beside
     block_tables += request.to(tl.int64) * table_width
     dst_tables += request.to(tl.int64) * dst_width
     moves += first
@@ -164,17 +168,22 @@ def move_kernel(
             live = live & (dst_block >= 0)
         source = src_block * stride_block + (src % BLOCK_SIZE).to(tl.int64) * stride_slot
         target = dst_block * stride_block + (dst % BLOCK_SIZE).to(tl.int64) * stride_slot
-        to_position = positions + dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE
+        from_beside = src_block * H * BLOCK_SIZE + src % BLOCK_SIZE
+        to_beside = dst_block * H * BLOCK_SIZE + dst % BLOCK_SIZE
         chosen = live[:, None] & (column < WIDTH)[None, :]
         words = tl.load(cache + source[:, None] + element[None, :], mask=chosen)
-        position = tl.load(positions + src_block * H * BLOCK_SIZE + src % BLOCK_SIZE, mask=live)
+        position = tl.load(positions + from_beside, mask=live)
+        if masses is not None:
+            mass = tl.load(masses + from_beside, mask=live)
         rank = start + splits * ROWS + tl.arange(0, ROWS)
         if AHEAD:
             src, dst, src_block, dst_block = _places(
                 moves, block_tables, dst_tables, rank, rank < count, length, BLOCK_SIZE, FILL
             )
         tl.store(cache + target[:, None] + element[None, :], words, mask=chosen)
-        tl.store(to_position, position, mask=live)
+        tl.store(positions + to_beside, position, mask=live)
+        if masses is not None:
+            tl.store(masses + to_beside, mass, mask=live)
         if not AHEAD:
             src, dst, src_block, dst_block = _places(
                 moves, block_tables, dst_tables, rank, rank < count, length, BLOCK_SIZE, FILL

@@ -16,6 +16,7 @@ MODULES = (
     "nitro.kernels._moves",
     "nitro.kernels.blocks",
     "nitro.kernels.newest",
+    "nitro.kernels.pool",
     "nitro.kernels.shift",
     "nitro.kernels.score_slots",
     "nitro.kernels.score_mean",

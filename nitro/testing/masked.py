@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from nitro.testing.folding import Folding
 from nitro.testing.visibility import Visibility
 
 _IMPLEMENTATION = "nitro_oracle"
@@ -26,6 +27,7 @@ def _attend(
     scaling: float,
     nitro_visibility: Visibility,
     nitro_cached_as: torch.dtype | None,
+    nitro_folding: Folding | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention from the definition, ``softmax(Q Kᵀ · scaling + mask) V``, with a mask per layer and query head.
@@ -39,6 +41,7 @@ def _attend(
         scaling: factor of the scores.
         nitro_visibility: the masks.
         nitro_cached_as: FP8 dtype to which all three are rounded, or None.
+        nitro_folding: what evictions make of the values, or None.
 
     Returns:
         ``[1, T, num_heads, head_dim]``, and no attention weights.
@@ -51,7 +54,14 @@ def _attend(
     visible = torch.from_numpy(nitro_visibility.mask(module.layer_idx)).to(query.device)
     scores = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
     weights = scores.masked_fill_(~visible, -math.inf).softmax(dim=-1)
-    output = weights @ value.repeat_interleave(group, dim=1)
+    if nitro_folding is None:
+        output = weights @ value.repeat_interleave(group, dim=1)
+    else:
+        parts = [
+            weights[:, :, queries] @ values.repeat_interleave(group, dim=0)
+            for queries, values in nitro_folding.epochs(module.layer_idx, key[0], value[0])
+        ]
+        output = torch.cat(parts, dim=2)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -86,6 +96,7 @@ def masked_logits(
     first: int = 0,
     *,
     cached_as: torch.dtype | None = None,
+    folding: Folding | None = None,
 ) -> Tensor:
     """The model's logits in one pass under a mask.
 
@@ -96,6 +107,7 @@ def masked_logits(
         first: position of the first query whose logits are wanted; the vocabulary may be large.
         cached_as: FP8 dtype to which keys (after RoPE) and values are rounded, as a cache of that dtype holds them
             with scales of 1; queries, too, since vLLM's attention multiplies FP8 with FP8.
+        folding: what evictions make of the values, if they are pooled.
 
     Returns:
         fp32 ``[T - first, vocab]`` on the CPU: row i predicts the token at position ``first + i + 1``.
@@ -111,7 +123,7 @@ def masked_logits(
         raise ValueError(f"{len(token_ids)} token ids for a mask of {visibility.length}")
     ids = torch.tensor([list(token_ids)], device=model.device)
     wanted = torch.arange(first, len(token_ids), device=model.device)
-    ours = {"nitro_visibility": visibility, "nitro_cached_as": cached_as}
+    ours = {"nitro_visibility": visibility, "nitro_cached_as": cached_as, "nitro_folding": folding}
     with torch.inference_mode(), _oracle_attention(model):
         output = model(input_ids=ids, use_cache=False, logits_to_keep=wanted, **ours)
     logits: Tensor = output.logits[0].cpu()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from nitro.pooling import POOLING
 from nitro.testing.oracle import Generated, Report, check_recording
 from nitro.testing.recording import Recording
 
@@ -273,7 +274,11 @@ def run_cell(
     outputs = [out for w in waves if inputs[w] for out in llm.generate(inputs[w], sampling[w], use_tqdm=False)]
     recording = Recording.combine(llm.collective_rpc("nitro_take_recording"))
     generated = [Generated.from_vllm(out) for out in outputs]
-    report = check_recording(reference, recording, generated, cached_as=cached_as)
+    server: dict[str, Any] = scenario.settings or _SETTINGS
+    merging = POOLING[server.get("pooling", "none")]
+    report = check_recording(
+        reference, recording, generated, cached_as=cached_as, merging=merging, sinks=server["sinks"]
+    )
     lengths = {recording.internal_id(g.request_id): len(g.prompt_ids) for g in generated}
     pool_whole = bool(llm.reset_prefix_cache())  # refused while anybody holds a block
     # Workers hear of finished requests with the next step, so let there be one.

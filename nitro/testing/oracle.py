@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nitro.pooling import Merging
+from nitro.testing.folding import Folding
 from nitro.testing.masked import masked_logits
 from nitro.testing.recording import Recording, check_records, runs_of
 from nitro.testing.report import Generated, Mismatch, Report
@@ -32,6 +34,8 @@ def check_request(
     request_id: str = "",
     logprobs: Sequence[float] | None = None,
     cached_as: torch.dtype | None = None,
+    merging: Merging | None = None,
+    sinks: int = 0,
 ) -> Report:
     """Compares one request's greedily generated tokens with the oracle's, and with full attention's.
 
@@ -47,11 +51,18 @@ def check_request(
         request_id: named in mismatches.
         logprobs: the engine's log-probabilities of `output_ids`, compared when given.
         cached_as: the FP8 dtype of the engine's cache, if it is one (see `masked_logits`).
+        merging: how the engine pools evicted tokens, if it does.
+        sinks: first tokens, into which nothing is pooled.
 
     Raises:
         IntegrityError: the records contradict each other (see `check_records`).
-        ValueError: the run starts do not fit the prompt, or a record belongs to no run.
+        ValueError: the run starts do not fit the prompt, a record belongs to no run, or there is pooling under tensor
+            parallelism.
     """
+    if merging is not None and len(records_by_rank) > 1:
+        raise ValueError(
+            f"records of {len(records_by_rank)} ranks: pooling is followed without tensor parallelism only"
+        )
     config = model.config
     prompt, total = len(prompt_ids), len(prompt_ids) + len(output_ids)
     if not run_starts or run_starts[0] != prompt or list(run_starts) != sorted(run_starts):
@@ -78,7 +89,10 @@ def check_request(
         if visibility.first_eviction == visibility.length:
             logits = full_logits
         else:
-            logits = masked_logits(model, tokens[: stop - 1], visibility, first=start - 1, cached_as=cached_as)
+            folding = None if merging is None else Folding(merging, sinks, records[0], stop - 1)
+            logits = masked_logits(
+                model, tokens[: stop - 1], visibility, first=start - 1, cached_as=cached_as, folding=folding
+            )
         answers = torch.tensor(tokens[start:stop])
         after_eviction = max(0, stop - 1 - max(visibility.first_eviction, start - 1))
         mine = None if logprobs is None else torch.tensor(logprobs[start - prompt : stop - prompt])
@@ -116,6 +130,8 @@ def check_recording(
     outputs: Iterable[Generated],
     *,
     cached_as: torch.dtype | None = None,
+    merging: Merging | None = None,
+    sinks: int = 0,
 ) -> Report:
     """Checks every request of a run of an engine; see `check_request`."""
     report = Report()
@@ -130,5 +146,7 @@ def check_recording(
             request_id=output.request_id,
             logprobs=output.logprobs,
             cached_as=cached_as,
+            merging=merging,
+            sinks=sinks,
         )
     return report

@@ -16,6 +16,8 @@ from nitro.compactor import request_key
 from nitro.dense_compactor import DenseCompactor
 from nitro.errors import IntegrityError, SettingsError
 from nitro.policies.base import Policy, ScoreInput
+from nitro.pooling import Merging
+from nitro.testing.folding import Folding
 from nitro.types import Counters, Eviction, StepPlan
 
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 8, 4
@@ -100,6 +102,35 @@ def test_positions_follow_over_several_evictions() -> None:
     assert compactor.counters == Counters(evictions=2, tokens_evicted=11, blocks_freed=2)
     compactor.forget("r")
     assert len(compactor) == compactor.evicted("r") == 0
+
+
+@pytest.mark.parametrize("merging", [Merging(least=0.2, own=2.0), Merging(least=-1.0, own=1.0, most=3)])
+def test_pooled_values_are_those_of_their_definition(merging: Merging) -> None:
+    """Over several evictions, in one of which nothing is new; a new life of the request starts from masses of 1."""
+    caches = [DenseCache(16, seed) for seed in range(LAYERS)]
+    compactor = DenseCompactor(
+        caches, range(LAYERS), range(HEADS), policies.get("keydiff"), sinks=1, window=2, seed=0, merging=merging
+    )
+    blocks = torch.tensor([1, 2, 3, 5, 6])
+    whole = [tuple(x.clone() for x in cache.gather(blocks, 20)) for cache in caches]
+    for life in range(2):
+        compactor.records = []
+        for cache, (keys, values) in zip(caches, whole, strict=True):
+            cache.scatter(blocks, keys, values)
+        compactor.apply(plan(12, 12, 8, [1, 2], [1, 2, 3]))
+        for cache, (keys, values) in zip(caches, whole, strict=True):
+            cache.scatter(torch.tensor([3, 5]), keys[:, 12:20], values[:, 12:20])
+        compactor.apply(plan(20, 16, 7, [1, 2], [1, 2, 3, 5], epoch=1))
+        compactor.apply(plan(20, 7, 5, [1, 2], [1, 2], epoch=2))
+        folding = Folding(merging, 1, compactor.records, 21)
+        for layer, (cache, (keys, values)) in enumerate(zip(caches, whole, strict=True)):
+            kept = torch.from_numpy(compactor.records[-1].kept[layer]).long()[..., None].expand(-1, -1, DIM)
+            *_, (_, want) = folding.epochs(layer, keys, values)
+            got_keys, got = cache.gather(torch.tensor([1, 2]), 5)
+            assert torch.equal(got_keys, keys.gather(1, kept))
+            torch.testing.assert_close(got, want.gather(1, kept), rtol=1e-5, atol=1e-6)
+            assert not torch.equal(got, values.gather(1, kept)), life
+        compactor.forget("r")
 
 
 @pytest.mark.parametrize(

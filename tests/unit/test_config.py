@@ -38,6 +38,7 @@ def test_defaults() -> None:
         "window": 32,
         "slack": 64,
         "evict_prompt": True,
+        "pooling": "none",
         "seed": 0,
     }
     assert settings.ratio is None
@@ -52,6 +53,7 @@ def test_every_field_is_taken() -> None:
         "window": 1,
         "slack": 1,
         "evict_prompt": False,
+        "pooling": "merge",
         "seed": 2**63 - 1,
     }
     assert Settings.parse(given_settings).to_dict() == given_settings
@@ -189,6 +191,7 @@ def test_unknown_key_that_is_like_nothing_lists_the_known_ones() -> None:
         ("slack", 0, "0 is out of bounds"),
         ("evict_prompt", 1, "1 is an integer"),
         ("evict_prompt", "false", '"false" is a string'),
+        ("pooling", "mean", '"mean" is out of bounds'),
         ("seed", -1, "-1 is out of bounds"),
         ("seed", 2**63, f"{2**63} is out of bounds"),
         ("policy", 3, "3 is an integer"),

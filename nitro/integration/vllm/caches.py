@@ -22,6 +22,7 @@ from nitro.integration.vllm.rotary import find_rotations, speaks_of_rope
 from nitro.kernel_compactor import KernelCompactor
 from nitro.kernels.paged import PagedLayers
 from nitro.kernels.score import can_score
+from nitro.pooling import POOLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +120,7 @@ def _compactor(
             head_dim,
         )
     backend = [BackendCache(kv, *place) for kv, place in zip(caches, places, strict=True)]
-    return DenseCompactor(backend, layers, heads, policy, **bounds)
+    return DenseCompactor(backend, layers, heads, policy, merging=POOLING[settings.pooling], **bounds)
 
 
 def take_over(runner: Any) -> tuple[Compactor, Answers | None]:

@@ -155,6 +155,16 @@ def threshold_reasons(config: VllmConfig) -> Iterator[str]:
         )
 
 
+def pooling_reasons(config: VllmConfig, pooling: str) -> Iterator[str]:
+    """Yield why evicted tokens cannot be pooled."""
+    device = str(config.device_config.device_type)
+    if pooling != "none" and device != "cpu":
+        yield (
+            f"pooling={pooling!r} on device {device!r}: it would have to write to blocks that requests may share, "
+            'which is not solved yet; set pooling to "none"'
+        )
+
+
 def platform_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield why this device or model runner cannot be served."""
     from nitro.integration.vllm.compat import untested_v2_reason, vllm_version
@@ -188,6 +198,7 @@ def reasons(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
         *model_reasons(config),
         *feature_reasons(config),
         *(threshold_reasons(config) if settings.threshold is not None else ()),
+        *pooling_reasons(config, settings.pooling),
         *platform_reasons(config),
         *hook_reasons(config),
     )

@@ -90,6 +90,21 @@ def test_settings(tiny: Callable[[str], Path], changes: dict[str, Any]) -> None:
     assert not outcome.faults(scenario)
 
 
+@pytest.mark.parametrize("name", ["chunked", "all"])
+def test_pooling(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Keys of a random model are hardly alike, so more is folded here than by default; and the oracle has to know."""
+    from nitro.pooling import POOLING, Merging
+
+    monkeypatch.setitem(POOLING, "merge", Merging(least=0.3))
+    scenario, path = matrix.variant(matrix.SCENARIOS[name], pooling="merge"), tiny("llama-gqa")
+    reference = load_model(path)
+    with matrix.engine(path, scenario, "in-process") as llm:
+        outcome = matrix.run_cell(llm, reference, scenario, "keydiff")
+        unaware = matrix.run_cell(llm, reference, matrix.variant(scenario, pooling="none"), "keydiff")
+    assert not outcome.faults(scenario)
+    assert unaware.report.max_logprob_error > 0.1
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "faulty"),
     [

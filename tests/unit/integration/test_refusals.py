@@ -165,6 +165,16 @@ def test_fp8_on_gpus(changes: dict[str, Any], says: str | None, monkeypatch: pyt
         assert re.search(says, reason)
 
 
+def test_pooling_is_served_on_cpus_only() -> None:
+    def found(pooling: str, device: str) -> list[str]:
+        config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+        return list(refusals.pooling_reasons(config, pooling))
+
+    assert found("none", "cuda") == found("none", "cpu") == found("merge", "cpu") == []
+    (reason,) = found("merge", "cuda")
+    assert re.search("pooling='merge' on device 'cuda': .* set pooling to \"none\"", reason)
+
+
 def test_fp8_is_refused_where_it_was_never_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="fp8"), device_config=SimpleNamespace(device_type="cuda")
