@@ -1,0 +1,160 @@
+"""Tables of a simulated tournament, with the figures and intervals of `nitro eval`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sim_store import Row
+
+from nitro.eval.plan import Cell
+from nitro.eval.results import Interval, mean, summary, wilson
+from nitro.eval.settings import FULL, PolicyChoice
+
+Place = tuple[str, int]
+"""Task and length."""
+Cells = Mapping[tuple[str, int, str, float], Sequence[Row]]
+TITLES = {
+    "nitro": "Nitro's policies",
+    "simulated": "simulated only, equal counts",
+    "kvpress": "kvpress 0.5.5",
+    "shared": "with tokens shared by all heads",
+    "unequal": "unequal counts",
+}
+
+
+def cells_of(rows: Sequence[Row]) -> Cells:
+    """Return the rows by task, length, candidate and budget, each in the order of the cases."""
+    found: dict[tuple[str, int, str, float], list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["case"].rsplit("-", 1)[1])):
+        found[row["task"], row["length"], row["candidate"], row["budget"]].append(row)
+    return found
+
+
+def figures(cells: Cells, place: Place, candidate: str, budget: float) -> dict[str, Any]:
+    """Return `nitro.eval.results.summary` of one cell."""
+    rows = cells[*place, candidate, budget]
+    full = {row["case"]: row for row in cells[*place, FULL, 1.0]}
+    policy = None if candidate == FULL else PolicyChoice(candidate, candidate, {})
+    return summary(Cell(*place, policy, budget), rows, [full[row["case"]] for row in rows])
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield Markdown: for each length and budget a table of all candidates, with the tasks in columns."""
+    cells = cells_of(rows)
+    places = sorted({(task, length) for task, length, *_ in cells}, key=lambda place: place[1])
+    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+    for length in sorted({length for _, length in places}):
+        tasks = [task for task, of in places if of == length]
+        head = " | ".join(tasks)
+        line = " | ".join(_text(figures(cells, (task, length), FULL, 1.0)) for task in tasks)
+        for budget in sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True):
+            lines = [f"| {length:,} tokens, {budget:.1%} kept | {head} |", "| --- " * (len(tasks) + 1) + "|"]
+            lines.append(f"| full cache | {line} |")
+            for kind, title in TITLES.items():
+                of = [name for name in kinds if kinds[name] == kind]
+                of = [name for name in of if any((task, length, name, budget) in cells for task in tasks)]
+                if of:
+                    lines.append(f"| *{title}* |" + " |" * len(tasks))
+                for name in of:
+                    each = (
+                        _text(figures(cells, (task, length), name, budget))
+                        if (task, length, name, budget) in cells
+                        else ""
+                        for task in tasks
+                    )
+                    lines.append(f"| {name} | {' | '.join(each)} |")
+            if len(lines) > 3:
+                yield "\n".join(lines)
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    if "exact" in found:
+        exact = found["exact"]
+        return f"{exact['value']:.2f} [{exact['low']:.2f}, {exact['high']:.2f}] · {found['nll']['value']:.2f}"
+    if found["policy"] == FULL:
+        return f"NLL {found['nll']['value']:.3f}"
+    over = found["nll_over_full"]
+    return f"{over['value']:+.3f} [{over['low']:+.3f}, {over['high']:+.3f}]"
+
+
+def pooled(cells: Cells, places: Sequence[Place], candidate: str, budget: float) -> tuple[Interval, float] | None:
+    """Return exactness and mean NLL over the cases of several tasks; None where a cell is missing."""
+    rows = [row for place in places for row in cells.get((*place, candidate, budget), ())]
+    wanted = sum(len(cells[*place, FULL, 1.0]) for place in places)
+    if len(rows) < wanted:
+        return None
+    return wilson(sum(row["exact"] for row in rows), len(rows)), mean([row["nll"] for row in rows]).value
+
+
+def difference(
+    cells: Cells, places: Sequence[Place], one: str, other: str, budget: float, figure: str = "exact"
+) -> Interval:
+    """Return by how much one candidate is above another on the same cases, with a normal interval.
+
+    Args:
+        cells: of `cells_of`.
+        places: tasks and lengths, whose cases are put together.
+        one: a candidate.
+        other: another.
+        budget: of both.
+        figure: ``exact`` or ``nll``.
+    """
+    found = []
+    for place in places:
+        theirs = {row["case"]: row for row in cells[*place, other, budget]}
+        found += [float(row[figure]) - float(theirs[row["case"]][figure]) for row in cells[*place, one, budget]]
+    return mean(found)
+
+
+def standings(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield Markdown: all candidates over all tasks with an exactness, best first at the second smallest budget."""
+    cells = cells_of(rows)
+    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+    budgets = sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True)
+    for length in sorted({length for _, length, *_ in cells}):
+        places = sorted({(task, of) for task, of, *_ in cells if of == length and task != "perplexity"})
+        standing = {name: [pooled(cells, places, name, budget) for budget in budgets] for name in kinds}
+        standing = {name: each for name, each in standing.items() if all(each)}
+        if not standing:
+            continue
+        count = sum(len(cells[*place, FULL, 1.0]) for place in places)
+        lines = [
+            f"| {length:,} tokens, {len(places)} tasks, {count} cases | "
+            + " | ".join(f"{budget:.1%}" for budget in budgets)
+            + " |",
+            "| --- " * (len(budgets) + 1) + "|",
+        ]
+        order = sorted(standing, key=lambda name: [-one[0].value for one in standing[name] if one][1 : len(budgets)])
+        for name in order:
+            each = (f"{e.value:.2f} [{e.low:.2f}, {e.high:.2f}] · {nll:.2f}" for e, nll in filter(None, standing[name]))
+            lines.append(f"| {name} ({kinds[name]}) | {' | '.join(each)} |")
+        yield "\n".join(lines)
+
+
+def rivals(rows: Sequence[Row], kind: str, against: str) -> Iterator[str]:
+    """Yield, for each length and budget, the best of one kind against the best of another, on the same cases.
+
+    Which one is the best is chosen on these cases, too, for either side.
+    """
+    cells = cells_of(rows)
+    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+    for length in sorted({length for _, length, *_ in cells}):
+        places = sorted({(task, of) for task, of, *_ in cells if of == length and task != "perplexity"})
+        for budget in sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True):
+            best = {}
+            for side in (kind, against):
+                scored = {name: pooled(cells, places, name, budget) for name in kinds if kinds[name] in side.split("+")}
+                known = {name: (one[0].value, -one[1]) for name, one in scored.items() if one}
+                if known:
+                    best[side] = max(known, key=known.__getitem__)
+            if len(best) < 2:
+                continue
+            one, other = best[kind], best[against]
+            exact = difference(cells, places, one, other, budget)
+            nll = difference(cells, places, one, other, budget, "nll")
+            yield (
+                f"| {length:,} | {budget:.1%} | {one} | {other} | {exact.value:+.2f} [{exact.low:+.2f}, "
+                f"{exact.high:+.2f}] | {nll.value:+.2f} [{nll.low:+.2f}, {nll.high:+.2f}] |"
+            )
