@@ -107,7 +107,17 @@ SCORES: dict[str, Score] = {
     "r(keydiff)+r(vdiff)": lambda x: _ranks(_rotated(x), neighbour_mean(centred(x), 4)),
     "r(κ)∨r(δ)": lambda x: torch.maximum(mean_ranks(unrotated(x)), mean_ranks(centred(x))),
     "κ": unrotated,
+    "avg2(κ)": lambda x: neighbour_mean(unrotated(x), 2),
     "avg4(κ)": lambda x: neighbour_mean(unrotated(x), 4),
+    "avg8(κ)": lambda x: neighbour_mean(unrotated(x), 8),
+    "max4(κ)": lambda x: neighbour_max(unrotated(x), 4),
+    "r(avg4 κ)+r(δ)": lambda x: _ranks(neighbour_mean(unrotated(x), 4), centred(x)),
+    "r(avg4 κ)+r(avg4 δ)": lambda x: _ranks(neighbour_mean(unrotated(x), 4), neighbour_mean(centred(x), 4)),
+    "r(κ)+r(avg4 κ)+r(avg4 δ)": lambda x: _ranks(
+        unrotated(x), neighbour_mean(unrotated(x), 4), neighbour_mean(centred(x), 4)
+    ),
+    "avg4((1+κ)δ)": lambda x: neighbour_mean((1 + unrotated(x)) * centred(x), 4),
+    "avg4(leverage K)": lambda x: neighbour_mean(leverage(x.unrotated_keys()), 4),
     "max4(δ)": lambda x: neighbour_max(centred(x), 4),
     "avg2(leverage K+V)": lambda x: neighbour_mean(_ranks(leverage(x.unrotated_keys()), leverage(x.values)), 2),
     "avg4(leverage V)": lambda x: neighbour_mean(leverage(x.values), 4),

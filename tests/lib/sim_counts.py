@@ -68,21 +68,26 @@ def counts_of(weights: Tensor, count: int, x: ScoreInput) -> Tensor:
     return found.view(weights.shape)
 
 
-def global_scores(x: ScoreInput) -> Tensor:
-    """Return D's scores: κ in units of its spread in the whole model, plus δ in those of its layer."""
-    kappa, delta = unrotated(x), centred(x)
+def global_scores(x: ScoreInput, radius: int = 0) -> Tensor:
+    """Return D's scores: κ in units of its spread in the whole model, plus δ in those of its layer.
+
+    Args:
+        x: of the context.
+        radius: neighbours on either side over which both are averaged first.
+    """
+    kappa, delta = (neighbour_mean(one, radius) for one in (unrotated(x), centred(x)))
     kappa = (kappa - kappa.mean()) / kappa.std()
     return kappa + (delta - delta.mean(dim=(1, 2), keepdim=True)) / delta.std(dim=(1, 2), keepdim=True)
 
 
-def global_candidate() -> Candidate:
-    """D: one competition of all layers and heads."""
+def global_candidate(radius: int = 0) -> Candidate:
+    """D: one competition of all layers and heads, with `global_scores`."""
 
     def prepare(context: Prefilled) -> Keep:
-        scores = global_scores(context.x)
+        scores = global_scores(context.x, radius)
         return lambda count: keep_global(scores, context.x, count)
 
-    return Candidate("D", "unequal", prepare)
+    return Candidate(f"D, radius {radius}" if radius else "D", "unequal", prepare)
 
 
 def table_of(contexts: Sequence[Prefilled], share: float) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sim_store import Row
+from sim_store import Row, key_of
 
+from nitro.errors import SettingsError
 from nitro.eval.plan import Cell
 from nitro.eval.results import Interval, mean, summary, wilson
 from nitro.eval.settings import FULL, PolicyChoice
@@ -109,7 +110,7 @@ def difference(
 
 
 def standings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield Markdown: all candidates over all tasks with an exactness, best first at the second smallest budget."""
+    """Yield Markdown: all candidates over all tasks with an exactness, best first in the mean over budgets."""
     cells = cells_of(rows)
     kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
     budgets = sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True)
@@ -126,7 +127,7 @@ def standings(rows: Sequence[Row]) -> Iterator[str]:
             + " |",
             "| --- " * (len(budgets) + 1) + "|",
         ]
-        order = sorted(standing, key=lambda name: [-one[0].value for one in standing[name] if one][1 : len(budgets)])
+        order = sorted(standing, key=lambda name: -sum(one[0].value for one in standing[name] if one))
         for name in order:
             each = (f"{e.value:.2f} [{e.low:.2f}, {e.high:.2f}] · {nll:.2f}" for e, nll in filter(None, standing[name]))
             lines.append(f"| {name} ({kinds[name]}) | {' | '.join(each)} |")
@@ -158,3 +159,44 @@ def rivals(rows: Sequence[Row], kind: str, against: str) -> Iterator[str]:
                 f"| {length:,} | {budget:.1%} | {one} | {other} | {exact.value:+.2f} [{exact.low:+.2f}, "
                 f"{exact.high:+.2f}] | {nll.value:+.2f} [{nll.low:+.2f}, {nll.high:+.2f}] |"
             )
+
+
+class Agreement(NamedTuple):
+    """How a cell of the simulation compares with the same cell of `nitro eval`.
+
+    Attributes:
+        cases: that both have.
+        same: of them, those that are exact in both or in neither.
+        apart: largest difference of an answer's NLL.
+    """
+
+    cases: int
+    same: int
+    apart: float
+
+
+def agreement(rows: Sequence[Row], served: Sequence[Mapping[str, Any]]) -> dict[str, Agreement]:
+    """Compare case by case; cells that only one side has are left out.
+
+    Args:
+        rows: of the simulation.
+        served: lines of the ``results.jsonl`` that `nitro eval` writes.
+
+    Raises:
+        SettingsError: they have no case in common.
+    """
+    theirs = {(row["task"], row["length"], row["case"], row["policy"], row["budget"]): row for row in served}
+    pairs: dict[str, list[tuple[Row, Mapping[str, Any]]]] = defaultdict(list)
+    for row in rows:
+        if other := theirs.get(key_of(row)):
+            pairs[f"{row['task']} {row['length']}, {row['candidate']} at {row['budget']:.3g}"].append((row, other))
+    if not pairs:
+        raise SettingsError("no case is in both: give the same tasks, lengths, policies and budgets to both")
+    return {
+        cell: Agreement(
+            len(found),
+            sum(one["exact"] == other["exact"] for one, other in found),
+            max(abs(one["nll"] - other["nll"]) for one, other in found),
+        )
+        for cell, found in pairs.items()
+    }

@@ -38,13 +38,16 @@ class SimStore:
             path.write_text(json.dumps({"manifest": manifest}) + "\n", encoding="utf-8")
             return
         found, rows = read(path)
+        whole = path.read_bytes()
+        if not whole.endswith(b"\n"):  # an interrupted run's last line
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
         if found != manifest:
             differ = sorted(name for name in found.keys() | manifest.keys() if found.get(name) != manifest.get(name))
             raise SettingsError(f"{path} was made with other settings ({', '.join(differ)}): give another --out")
         self.rows = {key_of(row): row for row in rows}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Keep the rows of one context, all or none of them."""
+        """Keep rows."""
         new = {key_of(row): row for row in rows}
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in new.values())
         with self.path.open("a", encoding="utf-8") as out:
@@ -53,7 +56,7 @@ class SimStore:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Return a file's manifest and rows; a last line that was cut off does not count, and is cut away.
+    """Return a file's manifest and rows; a last line that is not whole does not count.
 
     Raises:
         SettingsError: the file cannot be read, or is damaged elsewhere.
@@ -62,11 +65,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
         whole = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error}: give the --out of an earlier run") from error
-    text = whole[: whole.rfind("\n") + 1]
-    if text != whole:
-        path.write_text(text, encoding="utf-8")
     try:
-        first, *rest = [json.loads(line) for line in text.splitlines()]
+        first, *rest = [json.loads(line) for line in whole[: whole.rfind("\n") + 1].splitlines()]
         return first["manifest"], rest
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{path} is damaged: {error}: remove it, and run again") from error

@@ -20,6 +20,10 @@ BATCH = 12
 """Ways to evict that are read at once: enough rows for the matrix products, few enough for their caches to fit."""
 
 
+Entry = tuple[Candidate, Sequence[float]]
+"""A candidate, and the shares of a context that it is to keep."""
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
     """The model under test, and the same in float32 for presses to score with.
@@ -37,8 +41,7 @@ def play(
     models: Models,
     cases: Sequence[Case],
     where: Mapping[str, Any],
-    candidates: Sequence[Candidate],
-    budgets: Sequence[float],
+    entries: Sequence[Entry],
     store: SimStore,
     seed: int = 0,
 ) -> Iterator[int]:
@@ -48,8 +51,7 @@ def play(
         models: compute.
         cases: of one task and length.
         where: ``task`` and ``length``, which all rows begin with.
-        candidates: the ways to choose.
-        budgets: shares of the context that stay.
+        entries: the candidates, with their budgets.
         store: is given the rows, those of the full cache among them.
         seed: of the random policy.
     """
@@ -57,7 +59,7 @@ def play(
         key = where["task"], where["length"], case.name
         missing = [
             (candidate, budget)
-            for candidate in candidates
+            for candidate, budgets in entries
             for budget in budgets
             if (*key, candidate.name, budget) not in store.rows
         ]

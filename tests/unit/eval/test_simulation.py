@@ -27,7 +27,7 @@ from sim_counts import (
     table_of,
 )
 from sim_prefill import Prefilled, prefill
-from sim_report import cells_of, difference, pooled, rivals, standings, tables
+from sim_report import agreement, cells_of, difference, pooled, rivals, standings, tables
 from sim_store import SimStore, read
 from sim_tournament import Models, checked, play
 from torch import Tensor
@@ -241,24 +241,25 @@ def _cases(tokens: list[int], count: int) -> list[Case]:
 
 def test_a_tournament_goes_on_where_it_was(model: Any, tokens: list[int], tmp_path: Path) -> None:
     path, both, where = tmp_path / "out.jsonl", Models(model, model), {"task": "task", "length": LENGTH}
-    few = [nitro_candidate("streaming"), nitro_candidate("kvdiff")]
+    first = [(nitro_candidate("streaming"), [0.5])]
+    more = [(nitro_candidate("streaming"), [0.5, 0.75]), (nitro_candidate("kvdiff"), [0.75])]
     store = SimStore(path, {"seed": 0})
     cases = _cases(tokens, 3)
-    assert list(play(both, cases[:2], where, few[:1], [0.5], store)) == [2, 2]
+    assert list(play(both, cases[:2], where, first, store)) == [2, 2]
     with path.open("a") as out:
         out.write('{"cut o')
     again = SimStore(path, {"seed": 0})
     assert again.rows == store.rows
-    assert list(play(both, cases, where, few, [0.5, 0.75], again)) == [3, 3, 5]
-    assert list(play(both, cases, where, few, [0.5, 0.75], again)) == []
+    assert list(play(both, cases, where, more, again)) == [2, 2, 4]
+    assert list(play(both, cases, where, more, again)) == []
     fresh = SimStore(tmp_path / "fresh.jsonl", {"seed": 0})
-    list(play(both, cases, where, few, [0.5, 0.75], fresh))
+    list(play(both, cases, where, more, fresh))
     assert fresh.rows.keys() == again.rows.keys()
     for key, row in fresh.rows.items():
         assert row["nll"] == pytest.approx(again.rows[key]["nll"], abs=1e-5)
     manifest, rows = read(path)
     assert manifest == {"seed": 0}
-    assert len(rows) == 15
+    assert len(rows) == 12
     with pytest.raises(SettingsError, match=r"other settings \(contexts, seed\)"):
         SimStore(path, {"seed": 1, "contexts": 3})
     path.write_text("nothing\n")
@@ -312,6 +313,18 @@ def test_tables_have_the_figures_of_nitro_eval() -> None:
     assert line.endswith("| -0.30 [-0.30, -0.30] |")
     (standing,) = standings(rows)
     assert json.dumps(standing).index("kvdiff (nitro)") < json.dumps(standing).index("kvpress KeyDiff (kvpress)")
+
+
+def test_agreement_with_nitro_eval_is_counted_case_by_case() -> None:
+    rows = [_row(i, "kvdiff", "nitro", 0.25, i < 9, 0.2) for i in range(12)] + [
+        _row(0, "D", "unequal", 0.25, True, 0.1)
+    ]
+    served = [{**row, "policy": row["candidate"], "exact": i < 8, "nll": 0.2 + i / 1000} for i, row in enumerate(rows)]
+    found = agreement(rows[:-1], served)
+    assert list(found) == ["needle-text 512, kvdiff at 0.25"]
+    assert found["needle-text 512, kvdiff at 0.25"] == (12, 11, pytest.approx(0.011))
+    with pytest.raises(SettingsError, match="no case is in both"):
+        agreement(rows[-1:], served[:3])
 
 
 def _input(seed: int) -> Any:
