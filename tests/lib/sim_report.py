@@ -42,30 +42,33 @@ def figures(cells: Cells, place: Place, candidate: str, budget: float) -> dict[s
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield Markdown: for each length and budget a table of all candidates, with the tasks in columns."""
+    """Yield Markdown: for each length and budget a table of all candidates, with the tasks in columns.
+
+    A cell is empty as long as it lacks cases that the full cache has.
+    """
     cells = cells_of(rows)
-    places = sorted({(task, length) for task, length, *_ in cells}, key=lambda place: place[1])
-    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
-    for length in sorted({length for _, length in places}):
-        tasks = [task for task, of in places if of == length]
-        head = " | ".join(tasks)
+    kinds = _kinds(rows)
+    for length in sorted({length for _, length, *_ in cells}):
+        tasks = list(dict.fromkeys(task for task, of, *_ in cells if of == length))
         line = " | ".join(_text(figures(cells, (task, length), FULL, 1.0)) for task in tasks)
         for budget in sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True):
-            lines = [f"| {length:,} tokens, {budget:.1%} kept | {head} |", "| --- " * (len(tasks) + 1) + "|"]
-            lines.append(f"| full cache | {line} |")
+            lines = [
+                f"| {length:,} tokens, {budget:.1%} kept | {' | '.join(tasks)} |",
+                "| --- " * (len(tasks) + 1) + "|",
+                f"| full cache | {line} |",
+            ]
             for kind, title in TITLES.items():
-                of = [name for name in kinds if kinds[name] == kind]
-                of = [name for name in of if any((task, length, name, budget) in cells for task in tasks)]
-                if of:
-                    lines.append(f"| *{title}* |" + " |" * len(tasks))
-                for name in of:
-                    each = (
+                heading = f"| *{title}* |" + " |" * len(tasks)
+                for name in (name for name in kinds if kinds[name] == kind):
+                    found = [
                         _text(figures(cells, (task, length), name, budget))
-                        if (task, length, name, budget) in cells
+                        if pooled(cells, [(task, length)], name, budget)
                         else ""
                         for task in tasks
-                    )
-                    lines.append(f"| {name} | {' | '.join(each)} |")
+                    ]
+                    if any(found):
+                        lines += [] if heading in lines else [heading]
+                        lines.append(f"| {name} | {' | '.join(found)} |")
             if len(lines) > 3:
                 yield "\n".join(lines)
 
@@ -110,28 +113,48 @@ def difference(
 
 
 def standings(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield Markdown: all candidates over all tasks with an exactness, best first in the mean over budgets."""
+    """Yield Markdown: all candidates over all tasks with an exactness, best first in the mean over budgets.
+
+    In parentheses the hits of each task; candidates that lack a task at some budget are left out of that column.
+    """
     cells = cells_of(rows)
-    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+    kinds = _kinds(rows)
     budgets = sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True)
     for length in sorted({length for _, length, *_ in cells}):
-        places = sorted({(task, of) for task, of, *_ in cells if of == length and task != "perplexity"})
+        places = _places(cells, length)
         standing = {name: [pooled(cells, places, name, budget) for budget in budgets] for name in kinds}
-        standing = {name: each for name, each in standing.items() if all(each)}
+        standing = {name: each for name, each in standing.items() if any(each)}
         if not standing:
             continue
         count = sum(len(cells[*place, FULL, 1.0]) for place in places)
         lines = [
-            f"| {length:,} tokens, {len(places)} tasks, {count} cases | "
+            f"| {length:,} tokens, {count} cases ({', '.join(task for task, _ in places)}) | "
             + " | ".join(f"{budget:.1%}" for budget in budgets)
             + " |",
             "| --- " * (len(budgets) + 1) + "|",
         ]
-        order = sorted(standing, key=lambda name: -sum(one[0].value for one in standing[name] if one))
-        for name in order:
-            each = (f"{e.value:.2f} [{e.low:.2f}, {e.high:.2f}] · {nll:.2f}" for e, nll in filter(None, standing[name]))
+        mean_of = {name: [one[0].value for one in each if one] for name, each in standing.items()}
+        for name in sorted(standing, key=lambda name: (-len(mean_of[name]), -sum(mean_of[name]))):
+            each = []
+            for budget, one in zip(budgets, standing[name], strict=True):
+                hits = [sum(row["exact"] for row in cells.get((*place, name, budget), ())) for place in places]
+                each.append(_standing(one, hits) if one else "")
             lines.append(f"| {name} ({kinds[name]}) | {' | '.join(each)} |")
         yield "\n".join(lines)
+
+
+def _standing(one: tuple[Interval, float], hits: Sequence[int]) -> str:
+    exact, nll = one
+    return f"{exact.value:.2f} [{exact.low:.2f}, {exact.high:.2f}] · {nll:.2f} ({', '.join(map(str, hits))})"
+
+
+def _kinds(rows: Sequence[Row]) -> dict[str, str]:
+    return {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+
+
+def _places(cells: Cells, length: int) -> list[Place]:
+    """Return the tasks of a length that have an exactness, in the order of the rows."""
+    return list(dict.fromkeys((task, of) for task, of, *_ in cells if of == length and task != "perplexity"))
 
 
 def rivals(rows: Sequence[Row], kind: str, against: str) -> Iterator[str]:
@@ -140,9 +163,9 @@ def rivals(rows: Sequence[Row], kind: str, against: str) -> Iterator[str]:
     Which one is the best is chosen on these cases, too, for either side.
     """
     cells = cells_of(rows)
-    kinds = {row["candidate"]: row["kind"] for row in rows if row["kind"] in TITLES}
+    kinds = _kinds(rows)
     for length in sorted({length for _, length, *_ in cells}):
-        places = sorted({(task, of) for task, of, *_ in cells if of == length and task != "perplexity"})
+        places = _places(cells, length)
         for budget in sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True):
             best = {}
             for side in (kind, against):
