@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> None:
     writer = Writer(tokenizer, texts.sentences(None))
     for length in made.lengths:
         for task in made.tasks:
-            cases = tasks.cases(task, length, made, writer)[options.every // 2 :: options.every]
+            cases = tasks.cases(task, length, made, writer)[options.skip :: options.every]
             if task == "perplexity":
                 cases = [shortened(case, options.continuation) for case in cases]
             started, total = time.monotonic(), 0
@@ -167,13 +167,8 @@ def report(options: argparse.Namespace) -> None:
     found = list(rows.values())
     for part in (*sim_report.standings(found), *sim_report.tables(found)):
         print(part + "\n")
-    print("| context | kept | best of ours | best of kvpress | exact, difference [95 %] | NLL, difference [95 %] |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for ours in ("nitro", "nitro+simulated", "unequal"):
-        for line in sim_report.rivals(found, ours, "kvpress"):
-            print(line)
-    for line in sim_report.rivals(found, "unequal", "nitro+simulated"):
-        print(line)
+    for part in sim_report.versus(found, options.against):
+        print(part + "\n")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -194,6 +189,7 @@ def main() -> None:
     parser.add_argument(
         "--report", type=Path, nargs="*", help="print the tables of --out, and of these files with it; compute nothing"
     )
+    parser.add_argument("--against", default="keydiff", help="candidate that --report compares the others with")
     parser.add_argument("--compare", type=Path, help="the --out of `nitro eval` with the same contexts and seed")
     parser.add_argument("--model", type=Path, help="folder of transformers (default: the demo's SmolLM2-135M)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -202,6 +198,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="0.5,0.25,0.165,0.125")
     parser.add_argument("--contexts", type=int, default=30)
     parser.add_argument("--every", type=int, default=1, help="play only every n-th context, to choose finalists")
+    parser.add_argument("--skip", type=int, default=0, help="begin with the n-th context, counted from 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--continuation", type=int, default=64, help="tokens that perplexity scores, at most 256")
     parser.add_argument("--candidates", default="nitro;simulated;kvpress;shared;unequal", help=CANDIDATES)

@@ -157,31 +157,27 @@ def _places(cells: Cells, length: int) -> list[Place]:
     return list(dict.fromkeys((task, of) for task, of, *_ in cells if of == length and task != "perplexity"))
 
 
-def rivals(rows: Sequence[Row], kind: str, against: str) -> Iterator[str]:
-    """Yield, for each length and budget, the best of one kind against the best of another, on the same cases.
-
-    Which one is the best is chosen on these cases, too, for either side.
-    """
+def versus(rows: Sequence[Row], other: str) -> Iterator[str]:
+    """Yield Markdown: for each length, by how much candidates are more often exact than one of them, on the same cases."""
     cells = cells_of(rows)
-    kinds = _kinds(rows)
     for length in sorted({length for _, length, *_ in cells}):
         places = _places(cells, length)
-        for budget in sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True):
-            best = {}
-            for side in (kind, against):
-                scored = {name: pooled(cells, places, name, budget) for name in kinds if kinds[name] in side.split("+")}
-                known = {name: (one[0].value, -one[1]) for name, one in scored.items() if one}
-                if known:
-                    best[side] = max(known, key=known.__getitem__)
-            if len(best) < 2:
-                continue
-            one, other = best[kind], best[against]
-            exact = difference(cells, places, one, other, budget)
-            nll = difference(cells, places, one, other, budget, "nll")
-            yield (
-                f"| {length:,} | {budget:.1%} | {one} | {other} | {exact.value:+.2f} [{exact.low:+.2f}, "
-                f"{exact.high:+.2f}] | {nll.value:+.2f} [{nll.low:+.2f}, {nll.high:+.2f}] |"
-            )
+        budgets = sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True)
+        budgets = [budget for budget in budgets if places and pooled(cells, places, other, budget)]
+        if not budgets:
+            continue
+        lines = [
+            f"| exact, above {other}; {length:,} tokens | " + " | ".join(f"{budget:.1%}" for budget in budgets) + " |",
+            "| --- " * (len(budgets) + 1) + "|",
+        ]
+        for name in (name for name in _kinds(rows) if name != other):
+            found = []
+            for budget in budgets:
+                one = difference(cells, places, name, other, budget) if pooled(cells, places, name, budget) else None
+                found.append(f"{one.value:+.2f} [{one.low:+.2f}, {one.high:+.2f}]" if one else "")
+            if any(found):
+                lines.append(f"| {name} | {' | '.join(found)} |")
+        yield "\n".join(lines)
 
 
 class Agreement(NamedTuple):

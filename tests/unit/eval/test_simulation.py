@@ -27,7 +27,7 @@ from sim_counts import (
     table_of,
 )
 from sim_prefill import Prefilled, prefill
-from sim_report import agreement, cells_of, difference, pooled, rivals, standings, tables
+from sim_report import agreement, cells_of, difference, pooled, standings, tables, versus
 from sim_store import SimStore, read
 from sim_tournament import Models, checked, play
 from torch import Tensor
@@ -308,9 +308,10 @@ def test_tables_have_the_figures_of_nitro_eval() -> None:
     differs = difference(cells, places, "kvdiff", "kvpress KeyDiff", 0.25)
     assert differs.value == pytest.approx(3 / 12)
     assert differs.low < 0 < differs.high
-    (line,) = rivals(rows, "nitro+simulated", "kvpress")
-    assert line.startswith("| 512 | 25.0% | kvdiff | kvpress KeyDiff | +0.25 [")
-    assert line.endswith("| -0.30 [-0.30, -0.30] |")
+    (against,) = versus(rows, "kvpress KeyDiff")
+    assert "| kvdiff | +0.25 [" in against
+    assert against.count("\n") == 2
+    assert not list(versus(rows, "vdiff"))
     (standing,) = standings(rows)
     assert json.dumps(standing).index("kvdiff (nitro)") < json.dumps(standing).index("kvpress KeyDiff (kvpress)")
 
