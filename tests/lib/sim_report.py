@@ -158,7 +158,7 @@ def _places(cells: Cells, length: int) -> list[Place]:
 
 
 def versus(rows: Sequence[Row], other: str) -> Iterator[str]:
-    """Yield Markdown: for each length, by how much candidates are more often exact than one of them, on the same cases."""
+    """Yield Markdown: for each length, how much more often exact candidates are than one of them, on the same cases."""
     cells = cells_of(rows)
     for length in sorted({length for _, length, *_ in cells}):
         places = _places(cells, length)
