@@ -3,6 +3,7 @@
 # nothing afterwards) and runs tests/kvpress there. kvpress needs an older transformers than vLLM does, hence an
 # environment of its own.
 #   ci/kvpress.sh [ARGUMENTS OF PYTEST]
+#   ci/kvpress.sh --run SCRIPT [ARGUMENTS]  run a script of ours in that environment instead
 #   PYTHON=...       the Python (>= 3.11) to make the environment with
 #   TORCH_INDEX=...  a further package index that holds PyTorch's CPU build
 set -euo pipefail
@@ -46,6 +47,10 @@ for path in nitro/*; do
 done
 ln -s "$PWD/kernels" "$tree/kernels"
 
+export PYTHONPATH=$PWD/build/kvpress TRITON_INTERPRET=1 HF_HUB_OFFLINE=1
+if [[ ${1:-} == --run ]]; then
+  shift
+  exec $venv/bin/python -P "$@"
+fi
 # -P: the checkout's nitro/ has no kernels/ in it, and must not shadow the links.
-PYTHONPATH=$PWD/build/kvpress TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 \
-  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NITRO_REQUIRE_KVPRESS=1 $venv/bin/python -P -m pytest -q tests/kvpress "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NITRO_REQUIRE_KVPRESS=1 $venv/bin/python -P -m pytest -q tests/kvpress "$@"
