@@ -81,11 +81,16 @@ def naive_differences(values: Rows) -> list[float]:
     return [norm(v - values.mean(axis=0)) for v in values]
 
 
-@pytest.mark.parametrize("recency", [0.0, 0.75])
-def test_kvdiff(make_input: MakeInput, recency: float) -> None:
+def naive_means(row: list[float], radius: int) -> list[float]:
+    near = [row[max(i - radius, 0) : i + radius + 1] for i in range(len(row))]
+    return [sum(some) / len(some) for some in near]
+
+
+@pytest.mark.parametrize(("recency", "radius"), [(0.0, 0), (0.75, 0), (0.0, 4), (0.75, 1)])
+def test_kvdiff(make_input: MakeInput, recency: float, radius: int) -> None:
     positions = torch.arange(50, dtype=torch.int32) * 3 + 1
     x = make_input(positions=positions.expand(3, 2, 50))
-    scores = policies.get("kvdiff", recency=recency).score(x)
+    scores = policies.get("kvdiff", recency=recency, radius=radius).score(x)
     for layer, rotation in enumerate(x.rotations):
         for head in range(2):
             keys = x.keys[layer, head].double().numpy()
@@ -94,7 +99,7 @@ def test_kvdiff(make_input: MakeInput, recency: float) -> None:
             anchor = sum(k / norm(k) for k in keys) / len(keys)
             differ = [-float(k @ anchor) / (norm(k) * norm(anchor)) for k in keys]
             values = naive_differences(x.values[layer, head].double().numpy())
-            ranks = (naive_ranks(differ), naive_ranks(values), naive_ranks(positions.tolist()))
+            ranks = (naive_ranks(naive_means(differ, radius)), naive_ranks(values), naive_ranks(positions.tolist()))
             want = [a + b * (1 + 2**-12) + recency * c for a, b, c in zip(*ranks, strict=True)]
             torch.testing.assert_close(scores[layer, head], torch.tensor(want), rtol=1e-5, atol=1e-6)
 
@@ -109,17 +114,16 @@ def test_kvdiff_without_a_rotation_takes_keys_as_they_are(make_input: MakeInput)
 @pytest.mark.parametrize("radius", [0, 1, 4, 64])
 def test_vdiff(make_input: MakeInput, radius: int) -> None:
     def formula(_: Rows, values: Rows) -> list[float]:
-        found = naive_differences(values)
-        near = [found[max(i - radius, 0) : i + radius + 1] for i in range(len(found))]
-        return [sum(some) / len(some) for some in near]
+        return naive_means(naive_differences(values), radius)
 
     expect("vdiff", make_input(), formula, radius=radius)
 
 
+@pytest.mark.parametrize("policy", ["kvdiff", "vdiff"])
 @pytest.mark.parametrize("radius", [-1, 65, 1.0, True, "4"])
-def test_bad_radius(radius: object) -> None:
+def test_bad_radius(policy: str, radius: object) -> None:
     with pytest.raises(SettingsError, match=r"option radius=.* must be an integer between 0 and 64"):
-        policies.get("vdiff", radius=radius)
+        policies.get(policy, radius=radius)
 
 
 def test_bad_recency() -> None:
