@@ -1,8 +1,8 @@
 """What clients of a server do, with the ``openai`` client, in a pool that is far too small for them.
 
 Beside ``test_serve.py``, which asks whether Nitro is on and what a request may say about it. Also with a threshold, so
-that workers answer the scheduler across processes. What a threshold leaves depends on the step in which an answer comes;
-requests whose tokens are compared with those of another one have a budget of their own there.
+that workers answer the scheduler across processes. What that leaves depends on the step in which an answer comes:
+requests whose tokens are compared with those of others have a budget of their own there.
 """
 
 from __future__ import annotations
