@@ -154,8 +154,6 @@ def test_several_answers_to_one_prompt(client: OpenAI) -> None:
     assert [choice.index for choice in sorted(answer.choices, key=lambda c: c.index)] == [0, 1, 2, 3]
     assert len({tuple(choice.token_ids) for choice in answer.choices}) == 4
     assert all(len(choice.token_ids) == 100 for choice in answer.choices)
-    same = ask(client, 700, n=3, body=REPEATABLE).choices
-    assert len({tuple(choice.token_ids) for choice in same}) == 1, "greedy ones do not differ"
 
 
 def test_a_stop_string_ends_an_answer_after_evictions(client: OpenAI) -> None:
