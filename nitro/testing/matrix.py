@@ -319,7 +319,7 @@ def variant(scenario: Scenario, **changes: Any) -> Scenario:
     return replace(scenario, settings={**(scenario.settings or _SETTINGS), **changes})
 
 
-THRESHOLDS = {"gravity": 0.9, "random": 0.5}
+THRESHOLDS = {"gravity": 0.9, "kvdiff": 1.0, "random": 0.5}
 """What some, but not all tokens of the tiny models reach."""
 
 
