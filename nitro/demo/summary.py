@@ -149,8 +149,9 @@ def conclusion(table: Sequence[Row], requests: int) -> str:
     blocks, running, speed, nll = (found[k] for k in ("blocks_at_end", "running_mean", "output_tokens_per_s", "nll"))
     return (
         f"In the same pool, Nitro held {_against(blocks)} KV blocks per finished request, ran {_against(running)} "
-        f"of {requests} requests at once and generated {_against(speed)} tokens per second; "
-        f"its answers' NLL under the full-cache model differs by {nll.nitro - nll.stock:+.2f} ± {nll.noise:.2f} nats "
+        f"of {requests} requests at once and generated {_against(speed)} tokens per second (each ran once, one after "
+        "the other: what else the machine did meanwhile is in that); its answers' NLL under the full-cache model "
+        f"differs by {nll.nitro - nll.stock:+.2f} ± {nll.noise:.2f} nats "
         "per token (positive is worse)."
     )
 

@@ -32,7 +32,9 @@ def evaluate(
         ),
     ] = "kvdiff,vdiff,keydiff",
     budgets: Annotated[str, typer.Option(help="Shares of tokens that stay, separated by commas.")] = "0.5,0.25,0.165",
-    lengths: Annotated[str, typer.Option(help="Tokens of contexts, separated by commas; multiples of 32.")] = ("1024"),
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of contexts, separated by commas; multiples of 32, at least 256.")
+    ] = ("1024"),
     contexts: Annotated[int, typer.Option(help="Independent contexts for each cell of the grid.")] = 30,
     answer: Annotated[int, typer.Option(help="Tokens that each of the stories has.")] = 400,
     text: Annotated[

@@ -122,6 +122,13 @@ class Policy(ABC):
             cls.score_ragged = Policy.score_ragged  # type: ignore[method-assign]
         if not {"score", "score_ragged"}.isdisjoint(cls.__dict__) and "capturable" not in cls.__dict__:
             cls.capturable = False
+        if "score" in cls.__dict__ and "highest" not in cls.__dict__:
+            cls.highest = Policy.highest  # type: ignore[method-assign]
+
+    @property
+    def highest(self) -> float:
+        """Return what no score exceeds: with a threshold beyond it all would go that may. Infinity: unknown."""
+        return math.inf
 
     @abstractmethod
     def score(self, x: ScoreInput) -> Tensor:

@@ -31,6 +31,11 @@ class KeyDiff(Policy):
     name: ClassVar[str] = "keydiff"
     capturable: ClassVar[bool] = True
 
+    @property
+    def highest(self) -> float:
+        """What no score exceeds."""
+        return 1.0
+
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated cosine between each key and the anchor."""
         return key_differences(x.keys, row_norms(x.keys))

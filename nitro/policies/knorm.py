@@ -24,6 +24,11 @@ class KNorm(Policy):
     name: ClassVar[str] = "knorm"
     capturable: ClassVar[bool] = True
 
+    @property
+    def highest(self) -> float:
+        """What no score exceeds."""
+        return 0.0
+
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated norm of each key."""
         return -row_norms(x.keys)

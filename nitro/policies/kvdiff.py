@@ -49,6 +49,11 @@ class KVDiff(Policy):
         check_number(self.name, "recency", self.recency, 0.0, 10.0)
         check_integer(self.name, "radius", self.radius, 0, MOST_NEIGHBOURS)
 
+    @property
+    def highest(self) -> float:
+        """What no score exceeds."""
+        return 1.0 + _OF_VALUES + self.recency
+
     def score(self, x: ScoreInput) -> Tensor:
         """Return the sum of each slot's ranks."""
         keys = x.unrotated_keys()

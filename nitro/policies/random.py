@@ -41,6 +41,11 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
 
+    @property
+    def highest(self) -> float:
+        """What no score exceeds."""
+        return 1.0
+
     def score(self, x: ScoreInput) -> Tensor:
         """Return a uniform draw for each slot."""
         request = absorb_int(absorb_int(0, x.seed), x.request_key)

@@ -26,6 +26,11 @@ class Streaming(Policy):
     name: ClassVar[str] = "streaming"
     capturable: ClassVar[bool] = True
 
+    @property
+    def highest(self) -> float:
+        """What no score exceeds."""
+        return -1.0
+
     def score(self, x: ScoreInput) -> Tensor:
         """Return the negated age of each slot, in tokens."""
         return (x.positions - x.logical_len).to(torch.float32)

@@ -11,7 +11,7 @@ from sim_store import Row, key_of
 from nitro.errors import SettingsError
 from nitro.eval.plan import Cell
 from nitro.eval.results import Interval, mean, summary, wilson
-from nitro.eval.settings import FULL, PolicyChoice
+from nitro.eval.settings import FULL, GO_ON, PolicyChoice
 
 Place = tuple[str, int]
 """Task and length."""
@@ -122,6 +122,8 @@ def standings(rows: Sequence[Row]) -> Iterator[str]:
     budgets = sorted({budget for *_, of, budget in cells if of != FULL}, reverse=True)
     for length in sorted({length for _, length, *_ in cells}):
         places = _places(cells, length)
+        if not places:
+            continue
         standing = {name: [pooled(cells, places, name, budget) for budget in budgets] for name in kinds}
         standing = {name: each for name, each in standing.items() if any(each)}
         if not standing:
@@ -154,7 +156,7 @@ def _kinds(rows: Sequence[Row]) -> dict[str, str]:
 
 def _places(cells: Cells, length: int) -> list[Place]:
     """Return the tasks of a length that have an exactness, in the order of the rows."""
-    return list(dict.fromkeys((task, of) for task, of, *_ in cells if of == length and task != "perplexity"))
+    return list(dict.fromkeys((task, of) for task, of, *_ in cells if of == length and task not in GO_ON))
 
 
 def versus(rows: Sequence[Row], other: str) -> Iterator[str]:

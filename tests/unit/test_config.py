@@ -130,6 +130,12 @@ def test_several_say_how_many_tokens_stay(counts: dict[str, float], said: str) -
         ({"max_keep": 20}, "max_keep=20 is below sinks + window = 36"),
         ({"min_keep": 200, "max_keep": 100}, "max_keep=100 is below min_keep=200: raise max_keep, or lower min_keep"),
         ({"threshold": math.nan}, "threshold=NaN is not finite"),
+        ({"threshold": 5.0}, "threshold=5.0 is more than policy 'keydiff' ever scores (1), so that requests"),
+        (
+            {"threshold": 0.5, "policy": "streaming"},
+            "threshold=0.5 is more than policy 'streaming' ever scores (-1)",
+        ),
+        ({"threshold": 3.0, "policy": "kvdiff"}, "threshold=3.0 is more than policy 'kvdiff' ever scores (2.00024)"),
         ({"threshold": -1e39}, "threshold=-1e+39 is out of bounds: threshold must be a number, -3.4e38 <= threshold"),
     ],
 )

@@ -161,7 +161,7 @@ def pooling_reasons(config: VllmConfig, pooling: str) -> Iterator[str]:
     if pooling != "none" and device != "cpu":
         yield (
             f"pooling={pooling!r} on device {device!r}: it would have to write to blocks that requests may share, "
-            'which is not solved yet; set pooling to "none"'
+            'which is not solved yet; use "pooling": "none"'
         )
 
 

@@ -316,6 +316,15 @@ def test_tables_have_the_figures_of_nitro_eval() -> None:
     assert json.dumps(standing).index("kvdiff (nitro)") < json.dumps(standing).index("kvpress KeyDiff (kvpress)")
 
 
+def test_text_that_goes_on_has_no_hits_to_stand_by() -> None:
+    rows = [_row(i, "full", "full", 1.0, False, 3.0) | {"task": "perplexity"} for i in range(4)]
+    rows += [_row(i, "kvdiff", "nitro", 0.25, False, 3.5) | {"task": "perplexity"} for i in range(4)]
+    assert not list(standings(rows))
+    assert not list(versus(rows, "kvdiff"))
+    (table,) = tables(rows)
+    assert "| kvdiff | +0.500 [" in table
+
+
 def test_agreement_with_nitro_eval_is_counted_case_by_case() -> None:
     rows = [_row(i, "kvdiff", "nitro", 0.25, i < 9, 0.2) for i in range(12)] + [
         _row(0, "D", "unequal", 0.25, True, 0.1)

@@ -56,6 +56,29 @@ def test_a_vllm_that_was_never_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.99.0 was never tested" in text
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            RuntimeError("...\noperator torchvision::nms does not exist"),
+            "pip uninstall torchvision torchaudio torchcodec",
+        ),
+        (ImportError("libcudart.so.13: cannot open shared object file"), "install vLLM anew"),
+    ],
+)
+def test_a_vllm_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path], error: Exception, remedy: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(compat, "hooks", fail)
+    code, text = report(str(tiny("llama-gqa")))
+    assert code == 1
+    assert f"cannot be imported ({str(error).splitlines()[-1]})" in text
+    assert remedy in text
+
+
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
     code, text = report(None)

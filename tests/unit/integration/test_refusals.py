@@ -172,7 +172,7 @@ def test_pooling_is_served_on_cpus_only() -> None:
 
     assert found("none", "cuda") == found("none", "cpu") == found("merge", "cpu") == []
     (reason,) = found("merge", "cuda")
-    assert re.search("pooling='merge' on device 'cuda': .* set pooling to \"none\"", reason)
+    assert re.search("pooling='merge' on device 'cuda': .* use \"pooling\": \"none\"", reason)
 
 
 def test_fp8_is_refused_where_it_was_never_tested(monkeypatch: pytest.MonkeyPatch) -> None:

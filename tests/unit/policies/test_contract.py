@@ -54,6 +54,21 @@ def test_documentation_names_every_policy_and_option() -> None:
             assert f"`{option.name}`" in section
 
 
+@pytest.mark.parametrize("slots", [1, 2, 50])
+def test_no_score_is_above_the_highest(policy: Policy, make_input: MakeInput, slots: int) -> None:
+    assert float(policy.score(make_input(shape=(2, 2, slots, 8))).max()) <= policy.highest + 1e-6
+
+
+def test_another_formula_has_no_highest_of_its_parents() -> None:
+    class Own(policies.policy_class("keydiff")):  # type: ignore[misc]
+        __slots__ = ()
+
+        def score(self, x: ScoreInput) -> Tensor:
+            return 10 * super().score(x)
+
+    assert Own().highest == float("inf")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 1, 8), (1, 2, 33, 1), (3, 1, 65, 80)])
 def test_shape_dtype_and_finite(
