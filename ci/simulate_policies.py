@@ -56,10 +56,10 @@ NITRO = (
     "vdiff:radius=2",
     "vdiff:radius=8",
     "kvdiff",
-    "kvdiff:recency=0.25",
-    "kvdiff:recency=0.5",
-    "kvdiff:radius=4",
-    "kvdiff:radius=4:recency=0.25",
+    "kvdiff:radius=0:recency=0",
+    "kvdiff:radius=0",
+    "kvdiff:recency=0",
+    "kvdiff:radius=0:recency=0.5",
 )
 INNER = ("avg2(kvdiff)", "avg4(κ)", "r(κ)+r(avg4 δ)")
 """Simulated scores that also choose what stays of a head where something else has set its count."""
@@ -76,7 +76,7 @@ def known_candidates(tables: sim_calibration.Tables | None) -> dict[str, Candida
         found += [sim_presses.press_candidate(name) for name in sim_presses.press_names()]
     except ImportError:
         print("kvpress is not here: its presses are left out (bash ci/kvpress.sh --run ci/simulate_policies.py)")
-    inner = {name: policies.get(name).score for name in ("vdiff", "kvdiff")}
+    inner = {"vdiff": policies.get("vdiff").score, "kvdiff": policies.get("kvdiff", radius=0, recency=0.0).score}
     inner |= {name: sim_candidates.SCORES[name] for name in INNER}
     found += [sim_counts.surprisal_candidate(f"surprisal, {name}", score) for name, score in inner.items()]
     found += [sim_counts.global_candidate(radius) for radius in (0, 4)]

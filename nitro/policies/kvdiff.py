@@ -42,8 +42,8 @@ class KVDiff(Policy):
     name: ClassVar[str] = "kvdiff"
     capturable: ClassVar[bool] = True
     undoes_rope: ClassVar[bool] = True
-    recency: float = 0.0
-    radius: int = 0
+    recency: float = 0.25
+    radius: int = 4
 
     def __post_init__(self) -> None:
         check_number(self.name, "recency", self.recency, 0.0, 10.0)

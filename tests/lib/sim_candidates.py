@@ -90,7 +90,7 @@ def _ranks(*scores: Tensor) -> Tensor:
 
 
 def _kv(x: ScoreInput) -> Tensor:
-    return policies.get("kvdiff").score(x)
+    return policies.get("kvdiff", radius=0, recency=0.0).score(x)
 
 
 def _rotated(x: ScoreInput) -> Tensor:

@@ -135,7 +135,7 @@ def test_several_say_how_many_tokens_stay(counts: dict[str, float], said: str) -
             {"threshold": 0.5, "policy": "streaming"},
             "threshold=0.5 is more than policy 'streaming' ever scores (-1)",
         ),
-        ({"threshold": 3.0, "policy": "kvdiff"}, "threshold=3.0 is more than policy 'kvdiff' ever scores (2.00024)"),
+        ({"threshold": 3.0, "policy": "kvdiff"}, "threshold=3.0 is more than policy 'kvdiff' ever scores (2.25024)"),
         ({"threshold": -1e39}, "threshold=-1e+39 is out of bounds: threshold must be a number, -3.4e38 <= threshold"),
     ],
 )
