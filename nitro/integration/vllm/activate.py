@@ -56,7 +56,7 @@ def _complain_of_near_misses(additional_config: dict[Any, Any]) -> None:
         if key != KEY and isinstance(key, str) and get_close_matches(key.lower(), [KEY], cutoff=0.8):
             raise SettingsError(f"unknown key {key!r} in additional_config, did you mean {KEY!r}? Rename or remove it")
     if KEY in additional_config:
-        logger.warning('additional_config has "%s": null, so Nitro stays off', KEY)
+        logger.warning_once('additional_config has "%s": null, so Nitro stays off', KEY)
     loose = sorted(set(additional_config) & set(Settings.model_fields))
     if loose and KEY not in additional_config:
         logger.warning(

@@ -87,12 +87,19 @@ def test_settings_without_the_outer_key_are_warned_about(configure: Configure, m
     assert all("budget, policy" in line and "Nitro stays off" in line for line in said)
 
 
-@pytest.mark.parametrize("other", [{"nitro": None}, {"ascend": {"budget": 1}}, {}])
+@pytest.mark.parametrize("other", [{"ascend": {"budget": 1}}, {}])
 def test_other_plugins_configurations_are_none_of_our_business(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(activate.logger, "warning", lambda text, *values: pytest.fail(text % values))
     assert configure(additional_config=other).scheduler_config.scheduler_cls is None
+
+
+def test_null_is_off_and_says_so(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(activate.logger, "warning_once", lambda text, *values: said.append(text % values))
+    assert configure(additional_config={"nitro": None}).scheduler_config.scheduler_cls is None
+    assert 'additional_config has "nitro": null, so Nitro stays off' in said
 
 
 def test_a_budget_that_never_binds_is_warned_about(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
