@@ -124,18 +124,17 @@ class DenseCompactor(Compactor):
         target = torch.as_tensor(eviction.dst_blocks, dtype=torch.int64)
         kept = torch.empty(len(self.layers), len(self.heads), eviction.keep, dtype=torch.int32)
         masses = self._masses_of(eviction) if self._merging is not None else None
-        grown = torch.empty_like(kept)
         for group, x, scores in self._scored(eviction, key):
             index = select_topk_ref(scores, eviction.keep, eviction.protect, self.window)
             kept[group] = x.positions.gather(-1, index)
             for offset, cache in enumerate(self.caches[group]):
                 keys, values = pack_ref(x.keys[offset], index[offset]), pack_ref(x.values[offset], index[offset])
                 if masses is not None:
-                    layer = group.start + offset
-                    values, grown[layer] = self._merged(x, offset, masses[layer], index[offset], eviction.protect)
+                    of = masses[group.start + offset]
+                    values, of[:, : eviction.keep] = self._merged(x, offset, of, index[offset], eviction.protect)
                 cache.scatter(target, keys, values)
         if masses is not None:
-            self._masses[eviction.request_id] = grown
+            self._masses[eviction.request_id] = masses[..., : eviction.keep].clone()
         return kept
 
     def _merged(self, x: ScoreInput, layer: int, masses: Tensor, index: Tensor, protect: int) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
+from nitro.testing import attention
 from nitro.testing.folding import Folding
 from nitro.testing.visibility import Visibility
 
@@ -71,22 +70,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-most, most).to(dtype).to(x.dtype)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Stands in for transformers' mask building: `_attend` has its own masks."""
-
-
-AttentionInterface.register(_IMPLEMENTATION, _attend)
-AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
-
-
-@contextmanager
-def _oracle_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _IMPLEMENTATION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+attention.register(_IMPLEMENTATION, _attend)
 
 
 def masked_logits(
@@ -124,7 +108,7 @@ def masked_logits(
     ids = torch.tensor([list(token_ids)], device=model.device)
     wanted = torch.arange(first, len(token_ids), device=model.device)
     ours = {"nitro_visibility": visibility, "nitro_cached_as": cached_as, "nitro_folding": folding}
-    with torch.inference_mode(), _oracle_attention(model):
+    with torch.inference_mode(), attention.using(model, _IMPLEMENTATION):
         output = model(input_ids=ids, use_cache=False, logits_to_keep=wanted, **ours)
     logits: Tensor = output.logits[0].cpu()
     return logits

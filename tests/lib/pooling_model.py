@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from pooling_variants import Context, Survivors
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
 from nitro.eval.case import Case
 from nitro.policies.rotary import Rotation
+from nitro.testing import attention
 
 _NAME = "nitro_pooling"
 
@@ -67,8 +67,7 @@ def _attend(
     return attend(query, nitro_prefix, module.layer_idx, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+attention.register(_NAME, _attend)
 
 
 def stacked(caches: Sequence[Survivors]) -> Survivors:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sim_prefill import Prefilled
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+
+from nitro.testing import attention
 
 _IMPLEMENTATION = "nitro_simulation"
 
@@ -56,22 +55,7 @@ def _attend(
     return out.view(variants, heads, steps, dim).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Stands in for transformers' mask building: `_attend` has its own."""
-
-
-AttentionInterface.register(_IMPLEMENTATION, _attend)
-AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
-
-
-@contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _IMPLEMENTATION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+attention.register(_IMPLEMENTATION, _attend)
 
 
 @torch.inference_mode()
@@ -107,7 +91,7 @@ def answer_rows(
         ids = torch.tensor(given).expand(len(kept), -1)
         positions = torch.arange(context.length, context.length + len(given)).expand(len(kept), -1)
         wanted = len(answer) if question else len(answer) - 1
-        with _own_attention(model):
+        with attention.using(model, _IMPLEMENTATION):
             output = model(
                 ids, position_ids=positions, past_key_values=past, logits_to_keep=wanted, use_cache=True, sim_held=held
             )
